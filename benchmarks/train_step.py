@@ -1,0 +1,191 @@
+"""Time optimizer steps on made-up data: tokens/s and peak memory for both kinds of head.
+
+python benchmarks/train_step.py                     # SmolLM2-135M's shape, random weights
+python benchmarks/train_step.py --target FOLDER     # a real target
+python benchmarks/train_step.py --check --pack-length 2048   # FlexAttention against dense attention first
+python benchmarks/train_step.py --profile           # where the time goes
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from peagle.config import TrainConfig
+from peagle.target import Target, load_target
+from peagle.training.attention import RowAttention
+from peagle.training.batches import prefetch
+from peagle.training.encode import encode_packs
+from peagle.training.partition import forward_chunk
+from peagle.training.trainer import Trainer
+
+
+@dataclass
+class Example:
+    input_ids: np.ndarray
+    answer_mask: np.ndarray
+
+
+class Answers:
+    """Documents of log-normal length whose first 60 tokens are the prompt."""
+
+    fingerprint = "made-up"
+
+    def __init__(self, count: int, longest: int, vocab_size: int) -> None:
+        rng = np.random.default_rng(0)
+        lengths = np.clip(rng.lognormal(6.2, 0.8, count), 80, longest).astype(int)
+        self.examples = [Example(rng.integers(20, vocab_size, n).astype(np.int32), np.arange(n) >= 60) for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        return np.bincount(np.concatenate([e.input_ids[e.answer_mask] for e in self.examples]), minlength=vocab_size)
+
+
+def smollm2_shaped(device: str) -> Target:
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    return Target(model, None, "random-smollm2", frozenset({2}))
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(device: str, name: str, repeats: int, function) -> None:  # type: ignore[no-untyped-def]
+    function()
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    synchronize(device)
+    print(f"    {name:<34}{1e3 * (time.perf_counter() - began) / repeats:9.1f} ms")
+
+
+def check(trainer: Trainer, batch) -> None:  # type: ignore[no-untyped-def]
+    """One pack's loss and gradients with the trainer's attention and with the dense one."""
+    n = trainer.config.pack_length
+    ids = trainer.drafter.config.aux_hidden_state_layer_ids
+    aux, hidden = encode_packs(trainer.target, batch.groups, n * len(batch.packs), ids, trainer.dtype)
+    found = []
+    backend = trainer.backend
+    for name in (backend, "dense"):
+        trainer.backend = name
+        loss = float(trainer.train_pack(batch.packs[0], aux[:n], hidden[:n]).loss)
+        found.append((loss, torch.cat([p.grad.flatten() for p in trainer.parameters])))
+        trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.backend = backend
+    error = float((found[0][1] - found[1][1]).norm() / found[1][1].norm())
+    print(f"    {backend} against dense: loss {found[0][0]:.6f} {found[1][0]:.6f}, gradients differ by {error:.2e}")
+
+
+def run(args: argparse.Namespace, target: Target, kind: str) -> None:
+    device = target.device.type
+    config = TrainConfig(
+        target="-", data="-", output=tempfile.gettempdir() + "/peagle-benchmark-unused", kind=kind,
+        layers=args.layers if kind == "p-eagle" else args.eagle3_layers, pack_length=args.pack_length,
+        packs_per_step=args.packs, k_train=args.k_train, chunk_size=args.chunk_size, attention=args.attention,
+        compile=args.compile, loss=args.loss, validation_documents=0, max_steps=10**6,
+    )  # fmt: skip
+    answers = Answers(args.documents, min(args.longest, args.pack_length), target.vocab_size)
+    trainer = Trainer(config, target, answers, say=lambda text: print("   ", text))
+    began = time.perf_counter()
+    trainer.prove_attention()
+    synchronize(device)
+    print(f"    first pack, compilation included: {time.perf_counter() - began:.1f} s")
+    batches = prefetch(trainer.maker, trainer.schedule, 0, None, device == "cuda")
+    if args.check:
+        check(trainer, next(batches).to(target.device))
+    for _ in range(args.warmup):
+        trainer.train_step(next(batches), 1e-4)
+    synchronize(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began, tokens, rows = time.perf_counter(), 0, 0
+    for _ in range(args.steps):
+        batch = next(batches)
+        trainer.train_step(batch, 1e-4)
+        tokens, rows = tokens + batch.tokens, rows + batch.rows
+    synchronize(device)
+    seconds = time.perf_counter() - began
+    peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if device == "cuda" else ""
+    print(f"  {kind}: {tokens / seconds:,.0f} tokens/s, {rows / seconds:,.0f} supervised rows/s, "
+          f"{1e3 * seconds / args.steps:.0f} ms a step{peak}")  # fmt: skip
+
+    # the parts of a step, one after another
+    host = next(batches)
+    began = time.perf_counter()
+    packs = trainer.schedule.epoch(0)[0]
+    trainer.maker.make(0, packs, 1)
+    print(f"    {'making a batch (own thread)':<34}{1e3 * (time.perf_counter() - began):9.1f} ms")
+    batch = host.to(target.device)
+    n, ids = config.pack_length, trainer.drafter.config.aux_hidden_state_layer_ids
+    states = lambda: encode_packs(target, batch.groups, n * len(batch.packs), ids, trainer.dtype)  # noqa: E731
+    timed(device, f"target states, {len(batch.groups)} calls", 3, states)
+    aux, hidden = states()
+    chunk = batch.packs[0][0]
+
+    def forward() -> None:
+        with torch.no_grad():
+            forward_chunk(trainer.copy.compute, chunk, aux[:n], RowAttention(chunk, trainer.backend))
+
+    if len(batch.packs[0]) == 1:
+        timed(device, "drafter forward, one pack", 3, forward)
+    timed(
+        device, "forward, loss, backward, one pack", 3, lambda: trainer.train_pack(batch.packs[0], aux[:n], hidden[:n])
+    )
+    trainer.optimizer.zero_grad(set_to_none=True)
+    if args.profile:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            trainer.train_step(host, 1e-4)
+            synchronize(device)
+        key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+        print(profile.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=60))
+    batches.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="model folder or id (default: random weights of SmolLM2-135M's shape)")
+    parser.add_argument("--kinds", default="p-eagle,eagle3")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--eagle3-layers", type=int, default=1)
+    parser.add_argument("--k-train", type=int, default=8)
+    parser.add_argument("--pack-length", type=int, default=8192)
+    parser.add_argument("--packs", type=int, default=4)
+    parser.add_argument("--chunk-size", type=lambda v: v if v == "auto" else int(v), default="auto")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--compile", default="auto")
+    parser.add_argument("--loss", default="soft")
+    parser.add_argument("--documents", type=int, default=2000)
+    parser.add_argument("--longest", type=int, default=4096)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    target = load_target(args.target, device=args.device) if args.target else smollm2_shaped(args.device)
+    for kind in args.kinds.split(","):
+        run(args, target, kind)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The command `peagle`: its verbs, and how a user's mistake is told.
+
+Nothing here or in a verb's module imports PyTorch at its top, so that `--help` answers at once; a verb imports what it
+needs when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from peagle.cli.data import data_app
+from peagle.cli.demo import demo
+from peagle.cli.eval import evaluate
+from peagle.cli.train import train
+from peagle.errors import InputError
+
+USER_ERROR = 2  # as for an unknown option
+
+
+class PeagleGroup(TyperGroup):
+    """Turns an InputError into one line on stderr; PEAGLE_DEBUG=1 keeps the traceback. Other errors pass."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            if os.environ.get("PEAGLE_DEBUG") == "1":
+                raise
+            typer.echo(f"peagle: error: {error}", err=True)
+            raise typer.Exit(USER_ERROR) from error
+
+
+app = typer.Typer(
+    name="peagle",
+    cls=PeagleGroup,
+    help="P-EAGLE and EAGLE-3: train a drafter head for a model, measure it, and see the model run faster with it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data_app, name="data", short_help="Make and inspect training data.")
+app.command("train", short_help="Train a head on a target's answers.")(train)
+app.command("eval", short_help="Measure how many drafts heads get accepted.")(evaluate)
+app.command("demo", short_help="Watch plain, EAGLE-3 and P-EAGLE decoding.")(demo)
+
+
+def print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib import metadata
+
+    try:
+        version = metadata.version("peagle")
+    except metadata.PackageNotFoundError:
+        version = "(not installed)"
+    typer.echo(f"peagle {version}")
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m peagle`."""
+    app()

@@ -1,0 +1,1 @@
+"""Prompts, answers written by the target, and the data sets made of them."""

@@ -1,0 +1,195 @@
+"""The whole of `peagle data generate`: prompts read and written, evaluation prompts kept out, answers into a folder."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from peagle.data.answers import AnswerReport, AnswerSettings, write_answers
+from peagle.data.chat_format import ChatFormat
+from peagle.data.contamination import ContaminationGuard, DropReport
+from peagle.data.dataset import target_facts
+from peagle.data.prompts import Prompt, load_prompts
+from peagle.data.records import read_records
+from peagle.data.request_queue import EngineLike
+from peagle.data.self_prompts import SelfPromptGroup, SelfPromptSettings, TurnFilter, stable_seed, write_prompts
+from peagle.data.shards import ShardWriter, answered_prompts, prepare_folder, replacing, write_counts
+from peagle.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob:
+    """What to generate. `part` (i, n) of n processes side by side takes its share of every prompt source, i from 1."""
+
+    output: Path
+    prompts: tuple[str, ...] = ()
+    self_prompts: tuple[SelfPromptGroup, ...] = ()
+    exclude: tuple[str, ...] = ()
+    part: tuple[int, int] = (1, 1)
+    answers: AnswerSettings = field(default_factory=AnswerSettings)
+    turns: SelfPromptSettings = field(default_factory=SelfPromptSettings)
+    rows_per_shard: int = 4096
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratingTarget:
+    """What of a loaded target generation needs."""
+
+    engine: EngineLike
+    tokenizer: Any
+    name: str
+    vocab_size: int
+    max_model_len: int
+    end_ids: frozenset[int]
+    window: int = 2048
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Read `I/N`, I from 1 to N.
+
+    Raises:
+        InputError: anything else.
+    """
+    first, slash, count = text.partition("/")
+    if not (slash and first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise InputError(f"--shard {text!r}: expected I/N with I from 1 to N, e.g. 1/4")
+    return int(first), int(count)
+
+
+def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say: Callable[[str], None]) -> AnswerReport:
+    """Run a job; a rerun of the same job goes on where it was stopped.
+
+    Args:
+        open_target: called once files and arguments have been read without an error, since loading takes long.
+        say: prints a line.
+
+    Raises:
+        InputError: bad prompt or evaluation files, a folder of another target, a full disk.
+    """
+    if not job.prompts and not job.self_prompts:
+        raise InputError("nothing to answer: give --prompts, --self-prompts or both")
+    guard = ContaminationGuard.from_files(job.exclude) if job.exclude else None
+    if guard is None:
+        say("no --exclude given: prompts are not checked against evaluation sets")
+    prompts = _clean(load_prompts(job.prompts), guard, say)
+    prompts = [prompt for prompt in prompts if in_part(prompt.prompt_id, job.part)]
+    target = open_target()
+    chat = ChatFormat(target.tokenizer, sorted(target.end_ids), job.template_kwargs)
+    facts = target_facts(target.name, target.tokenizer, target.vocab_size)
+    prepare_folder(job.output, facts, _described(job))
+    turn_filter = TurnFilter(chat, job.turns, guard)
+    for group in job.self_prompts:
+        prompts += _self_written(job, group, target, chat, turn_filter, guard, say)
+    done = answered_prompts(job.output)
+    prefix = "" if job.part[1] == 1 else f"{job.part[0]}of{job.part[1]}"
+    writer = ShardWriter(job.output, prefix, job.rows_per_shard)
+    report = write_answers(
+        target.engine,
+        chat,
+        prompts,
+        writer,
+        job.answers,
+        target.max_model_len,
+        done,
+        turn_filter,
+        job.turns,
+        target.window,
+    )
+    write_counts(job.output)
+    if turn_filter.report.written:
+        say(turn_filter.report.line())
+    for line in turn_filter.contaminated.lines():
+        say(f"dropped: {line}")
+    say(report.line())
+    return report
+
+
+def in_part(key: str, part: tuple[int, int]) -> bool:
+    """Whether a prompt id belongs to part (i, n)."""
+    return int(key, 16) % part[1] == part[0] - 1
+
+
+def _clean(prompts: list[Prompt], guard: ContaminationGuard | None, say: Callable[[str], None]) -> list[Prompt]:
+    if guard is None:
+        return prompts
+    dropped = DropReport()
+    kept = guard.filter(prompts, dropped)
+    say(f"{len(kept)} prompts from files, {len(prompts) - len(kept)} dropped as too close to an evaluation prompt")
+    for line in dropped.lines():
+        say(f"dropped: {line}")
+    return kept
+
+
+def _self_written(
+    job: GenerateJob,
+    group: SelfPromptGroup,
+    target: GeneratingTarget,
+    chat: ChatFormat,
+    turn_filter: TurnFilter,
+    guard: ContaminationGuard | None,
+    say: Callable[[str], None],
+) -> list[Prompt]:
+    """This part's share of a group. They are kept in a file of the folder, so that a rerun answers the same ones."""
+    part, parts = job.part
+    count = group.count * part // parts - group.count * (part - 1) // parts
+    path = job.output / f"self-prompts-{file_name(group.name)}-{part}of{parts}.jsonl"
+    turns: list[str] = []
+    if path.exists():
+        turns = [str(row["prompt"]) for _place, row in read_records(path)]
+        say(f"{path}: {len(turns)} self-written prompts kept from an earlier run")
+    turn_filter.remember(turns)
+    if len(turns) < count:
+        temperature = job.turns.temperature if group.temperature is None else group.temperature
+        settings = replace(job.turns, temperature=temperature, seed=stable_seed(job.turns.seed, part, parts))
+        fresh = write_prompts(
+            target.engine,
+            chat,
+            count - len(turns),
+            group.openings,
+            settings,
+            turn_filter,
+            window=target.window,
+            source=group.name,
+        )
+        try:
+            for number, prompt in enumerate(fresh, start=1):
+                turns.append(prompt.turns[0])
+                if number % 1000 == 0:
+                    _save_turns(path, turns, group.name)
+        finally:
+            if turns:
+                _save_turns(path, turns, group.name)
+    return _clean(load_prompts([f"{path}:name={group.name}:limit={count}"]), guard, lambda _line: None) if count else []
+
+
+def _save_turns(path: Path, turns: Sequence[str], name: str) -> None:
+    with replacing(path) as temporary:
+        lines = (json.dumps({"prompt": turn, "source": name}, ensure_ascii=False) + "\n" for turn in turns)
+        temporary.write_text("".join(lines), encoding="utf-8")
+
+
+def file_name(name: str) -> str:
+    """A group's name with what a file name cannot hold replaced."""
+    return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)
+
+
+def _described(job: GenerateJob) -> dict[str, Any]:
+    """The job as `dataset.json` records it: no absolute paths, and the same for all parts."""
+    described = {
+        "prompts": [_without_folder(spec) for spec in job.prompts],
+        "self_prompts": [asdict(group) for group in job.self_prompts],
+        "exclude": [_without_folder(spec) for spec in job.exclude],
+        "answers": asdict(job.answers),
+        "self_turns": asdict(job.turns),
+        "template_kwargs": job.template_kwargs,
+    }
+    return dict(json.loads(json.dumps(described)))  # as it will be read back: tuples are lists there
+
+
+def _without_folder(spec: str) -> str:
+    if spec.startswith("hub:"):
+        return spec
+    location, colon, options = spec.partition(":")
+    return location.rpartition("/")[2] + colon + options

@@ -1,0 +1,51 @@
+"""Several answer folders of the same target as one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from peagle.data.dataset import METADATA_FILE, check_same_target, open_dataset, read_metadata, shard_files
+from peagle.data.shards import Answer, ShardWriter, write_counts, write_metadata
+from peagle.errors import InputError
+
+
+def merge_datasets(inputs: Sequence[Path], output: Path, rows: int = 4096) -> int:
+    """Write the examples of `inputs` into the new folder `output`; returns how many.
+
+    The same prompt answered at the same temperature is taken once, from the first folder that has it.
+
+    Raises:
+        InputError: folders of different targets, a corrupt shard, an `output` that holds something, a full disk.
+    """
+    if not inputs:
+        raise InputError("merge: no input folder given")
+    if (output / METADATA_FILE).exists() or shard_files(output):
+        raise InputError(f"{output}: holds a data set already; expected a new folder")
+    metadatas = [read_metadata(folder) for folder in inputs]
+    for folder, metadata in zip(inputs, metadatas, strict=True):
+        check_same_target(metadata, metadatas[0], str(folder), str(inputs[0]))
+    generation = [run for metadata in metadatas for run in metadata.get("generation", [])]
+    output.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(output, rows=rows, seconds=float("inf"))
+    seen: set[tuple[str, float]] = set()
+    for folder in inputs:
+        dataset = open_dataset(folder)
+        for index, example in enumerate(dataset):
+            key = (dataset.prompt_ids[index], float(dataset.temperatures[index]))
+            if key in seen:
+                continue
+            seen.add(key)
+            writer.add(
+                Answer(
+                    input_ids=example.input_ids.tolist(),
+                    answer_mask=example.answer_mask.tolist(),
+                    source=dataset.sources[index],
+                    temperature=key[1],
+                    finish_reason=dataset.finish_reasons[index],
+                    prompt_id=key[0],
+                )
+            )
+    writer.flush()
+    # Last, so that a folder without it is known to be unfinished.
+    write_metadata(output, {**metadatas[0], "generation": generation})
+    write_counts(output)
+    return len(seen)

@@ -1,0 +1,149 @@
+"""The drafter's side of a step: K drafts a request, in one pass (P-EAGLE) or K passes (EAGLE-3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.drafter.model import Drafter
+from peagle.engine.sampler import argmax_rows
+from peagle.kernels.draft_batch import (
+    PADDING_SLOT_ID,
+    DraftBatch,
+    copy_hidden_states,
+    drop_rejected_rows,
+    expand_draft_batch,
+)
+from peagle.target.paged_attention import KVCache, PagedBatch, attend_paged
+
+
+@dataclass(slots=True)
+class Verified:
+    """What the target's pass and verification leave for the drafter.
+
+    token_ids [T] and aux [T, 3H] of the target's rows; next_token, num_rejected, num_drafts (wanted now) [R];
+    takes_part [R]: requests with speculation.
+    """
+
+    token_ids: Tensor
+    aux: Tensor
+    next_token: Tensor
+    num_rejected: Tensor
+    num_drafts: Tensor
+    takes_part: Tensor
+
+
+def new_drafter_cache(drafter: Drafter, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
+    """The drafter's own pool of layers, under the target's block tables."""
+    config, device = drafter.config, drafter.fc.weight.device
+    shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+    return [
+        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        for _ in range(config.num_hidden_layers)
+    ]
+
+
+class DraftPass:
+    """A bound drafter with its KV cache; `propose` gives K drafts a request."""
+
+    def __init__(self, drafter: Drafter, num_drafts: int, num_blocks: int, block_size: int) -> None:
+        self.drafter = drafter
+        self.num_drafts = num_drafts
+        self.block_size = block_size
+        self.parallel = drafter.config.kind == "p-eagle"
+        self.scale = drafter.config.head_dim**-0.5
+        self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, drafter.fc.weight.dtype)
+        self.mask_state = drafter.mask_state() if self.parallel else None
+
+    def propose(self, target: PagedBatch, verified: Verified) -> Tensor:
+        """Drafts [R, K] in the target's vocabulary; only each request's first `num_drafts` mean anything.
+
+        Also enters the accepted rows into the drafter's cache, over the MTP rows that stood there.
+        """
+        batch = expand_draft_batch(
+            verified.token_ids,
+            target.positions,
+            target.query_start,
+            verified.next_token,
+            verified.num_rejected,
+            verified.num_drafts,
+            verified.takes_part,
+            target.block_tables,
+            self.block_size,
+            self.num_drafts - 1 if self.parallel else 0,
+            self.drafter.config.mask_token_id or 0,
+        )
+        if batch.token_ids.device.type == "cpu":
+            batch = drop_rejected_rows(batch)
+        hidden = copy_hidden_states(
+            self.drafter.combine(verified.aux), self.mask_state, batch.hidden_rows, batch.is_masked
+        )
+        normed, feedback = self._run(batch, hidden, target)
+        if self.parallel:
+            return self._choose(normed, batch.sample_rows, verified.num_drafts)
+        return self._continue(normed, feedback, batch, target, verified.num_drafts)
+
+    def _run(self, batch: DraftBatch, hidden: Tensor, target: PagedBatch) -> tuple[Tensor, Tensor]:
+        mask_rows = batch.sample_rows.shape[1] - 1
+        paged = PagedBatch(
+            batch.positions,
+            batch.query_start,
+            batch.context_lens,
+            target.block_tables,
+            batch.slot_mapping,
+            target.max_query_len + mask_rows,
+            target.max_context_len + mask_rows,
+        )
+        return self._forward(batch.token_ids, hidden, paged)
+
+    def _forward(self, token_ids: Tensor, hidden: Tensor, paged: PagedBatch) -> tuple[Tensor, Tensor]:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend_paged(q, k, v, self.kv_cache[layer], paged, self.scale)
+
+        return self.drafter(self.drafter.embed(token_ids), hidden, paged.positions, attend)
+
+    def _argmax(self, normed: Tensor) -> Tensor:
+        return self.drafter.to_target_ids(argmax_rows(self.drafter.logits(normed)))
+
+    def _choose(self, normed: Tensor, rows: Tensor, num_drafts: Tensor) -> Tensor:
+        """The argmax of rows [R, D] of normed, [R, D]; on the CPU only of rows that are wanted."""
+        if normed.device.type != "cpu" or int(num_drafts.min()) >= rows.shape[1]:
+            return self._argmax(normed[rows.flatten()]).view(rows.shape)
+        wanted = torch.arange(rows.shape[1]) < num_drafts[:, None]
+        drafts = torch.zeros_like(rows)
+        if bool(wanted.any()):
+            drafts[wanted] = self._argmax(normed[rows[wanted]])
+        return drafts
+
+    def _continue(
+        self, normed: Tensor, feedback: Tensor, batch: DraftBatch, target: PagedBatch, num_drafts: Tensor
+    ) -> Tensor:
+        """EAGLE-3: from the anchors' rows on, one row a request and pass, each fed the output of the one before."""
+        anchors = batch.sample_rows[:, 0]
+        drafts = torch.zeros(len(anchors), self.num_drafts, dtype=torch.int64, device=normed.device)
+        drafts[:, :1] = self._choose(normed, batch.sample_rows, num_drafts)
+        members = torch.arange(len(anchors), device=normed.device)
+        passes = self.num_drafts
+        if normed.device.type == "cpu":  # leave out requests that want no further draft
+            members = (num_drafts > 1).nonzero()[:, 0]
+            passes = int(num_drafts.max())
+        # where every pass's rows stand, [passes, members]
+        depth = torch.arange(passes, device=normed.device)[:, None]
+        positions = batch.positions[anchors[members]] + depth
+        wanted = depth < num_drafts[members]
+        positions = torch.where(wanted, positions, 0)
+        tables = target.block_tables[members]
+        blocks = tables.gather(1, (positions // self.block_size).T).T.long()
+        slots = torch.where(wanted, blocks * self.block_size + positions % self.block_size, PADDING_SLOT_ID)
+        context_lens = (positions + 1).int()
+        query_start = torch.arange(len(members) + 1, dtype=torch.int32, device=normed.device)
+        hidden, token = feedback[anchors[members]], drafts[members, 0]
+        for i in range(1, passes):
+            context = target.max_context_len + i
+            paged = PagedBatch(positions[i], query_start, context_lens[i], tables, slots[i], 1, context)
+            normed, hidden = self._forward(token, hidden, paged)
+            token = self._argmax(normed)
+            drafts[members, i] = token
+        return drafts

@@ -1,0 +1,233 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from peagle.config import EngineConfig
+from peagle.drafter.model import Drafter
+from peagle.engine.detokenizer import Detokenizer
+from peagle.engine.kv_cache import BlockManager
+from peagle.engine.memory import fit_model_len, num_kv_blocks
+from peagle.engine.outputs import StepOutput
+from peagle.engine.plan import StepResult
+from peagle.engine.request import Request, Status
+from peagle.engine.runner import Runner
+from peagle.engine.sampling_params import MAX_SEED, SamplingParams
+from peagle.engine.scheduler import Schedule, Scheduler
+from peagle.engine.stats import EngineStats
+from peagle.errors import InputError
+from peagle.target.model import Target
+
+log = logging.getLogger(__name__)
+
+
+def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
+    """Refuse a K of 0 or less; warn of a P-EAGLE head asked for more drafts than it was trained for."""
+    if num_speculative_tokens < 1:
+        raise InputError(f"num_speculative_tokens: got {num_speculative_tokens}, expected a positive integer")
+    k_train = drafter.config.k_train
+    if drafter.config.kind == "p-eagle" and k_train is not None and num_speculative_tokens > k_train:
+        log.warning(
+            "num_speculative_tokens %d is more than the %d that the head was trained for: later drafts will seldom be "
+            "accepted",
+            num_speculative_tokens,
+            k_train,
+        )
+
+
+class Engine:
+    """Continuous batching over one target and, if given, one bound drafter with `num_speculative_tokens` drafts.
+
+    Raises InputError for settings that do not fit together or into memory.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        num_speculative_tokens: int = 0,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        self.target = target
+        self.drafter = drafter
+        if drafter is not None:
+            check_depth(drafter, num_speculative_tokens)
+            target.check_aux_layer_ids(drafter.config.aux_hidden_state_layer_ids)
+        elif num_speculative_tokens:
+            raise InputError(f"num_speculative_tokens: got {num_speculative_tokens} without a drafter, expected 0")
+        self.num_speculative_tokens = num_speculative_tokens
+        wanted = config.max_model_len or target.max_model_len
+        if wanted > target.max_model_len:
+            raise InputError(f"max_model_len: got {wanted}, expected at most the model's {target.max_model_len}")
+        budget = config.batched_tokens(target.device.type, wanted)
+        num_blocks = num_kv_blocks(target, drafter, config, wanted, budget, num_speculative_tokens)
+        self.max_model_len = fit_model_len(
+            num_blocks, config, wanted, target.device, chosen_by_user=config.max_model_len is not None
+        )
+        if self.max_model_len < wanted:
+            log.warning(
+                "the KV cache holds %d tokens: max_model_len is lowered from %d to that", self.max_model_len, wanted
+            )
+        if drafter is not None and drafter.config.max_position_embeddings < self.max_model_len:
+            log.warning(
+                "the head is made for %d positions and the engine serves %d: acceptance will be poor beyond",
+                drafter.config.max_position_embeddings,
+                self.max_model_len,
+            )
+        self.blocks = BlockManager(num_blocks, config.block_size)
+        steps = config.num_scheduler_steps
+        if drafter is not None and steps > 1:
+            raise InputError(f"num_scheduler_steps: got {steps}, expected 1 with speculative decoding")
+        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, budget, config.enable_chunked_prefill, steps)
+        self.runner = Runner(
+            target,
+            drafter,
+            num_speculative_tokens,
+            num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            self.max_model_len,
+            steps,
+        )
+        self.stats = EngineStats()
+        self.requests: dict[str, Request] = {}
+        self._seeds = np.random.default_rng(config.seed)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        stream_text: bool = False,
+    ) -> Request:
+        """Queue a request. Raises InputError for a prompt that cannot be run, before anything has changed.
+
+        stream_text: steps report the text that may be sent (`StepOutput.new_text`). The returned request is for
+        reading; it stays valid after it has finished.
+        """
+        params = params or SamplingParams()
+        prompt = self._check_prompt(prompt_token_ids)
+        if request_id in self.requests:
+            raise InputError(f"request_id: {request_id!r} is in use already, expected a new one")
+        if params.stop_strings and self.target.tokenizer is None:
+            raise InputError("stop: the model has no tokenizer, so strings cannot be looked for; use stop_token_ids")
+        for name in params.stop_token_ids or ():
+            if name >= self.target.vocab_size:
+                raise InputError(f"stop_token_ids: got {name}, expected ids below {self.target.vocab_size}")
+        room = self.max_model_len - len(prompt)
+        own_k = params.num_speculative_tokens
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            max_total_tokens=len(prompt) + min(params.max_tokens or room, room),
+            num_speculative_tokens=self.num_speculative_tokens
+            if own_k is None
+            else min(own_k, self.num_speculative_tokens),
+            eos_token_ids=self.target.eos_token_ids,
+            seed=params.seed if params.seed is not None else int(self._seeds.integers(MAX_SEED)),
+            stream_text=stream_text,
+        )
+        if params.stop_strings or stream_text:
+            request.detokenizer = self._detokenizer(request)
+        self.requests[request_id] = request
+        self.scheduler.add(request)
+        self.stats.num_prompt_tokens += len(prompt)
+        return request
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        prompt = [int(token) for token in prompt_token_ids]
+        if not prompt:
+            raise InputError("prompt: got no tokens, expected at least one")
+        if len(prompt) >= self.max_model_len:
+            raise InputError(
+                f"prompt: got {len(prompt)} tokens, expected at most {self.max_model_len - 1} (max_model_len is "
+                f"{self.max_model_len}, and one token is left for the answer)"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < self.target.vocab_size)
+            raise InputError(f"prompt: got token id {bad}, expected 0 to {self.target.vocab_size - 1}")
+        return prompt
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        if self.target.tokenizer is None:
+            return None
+        params = request.params
+        return Detokenizer(
+            self.target.tokenizer,
+            request.prompt_token_ids,
+            params.stop_strings,
+            params.skip_special_tokens,
+            params.include_stop_str_in_output,
+        )
+
+    def text(self, request: Request) -> str:
+        """A finished request's text, as streaming would have given it; empty without a tokenizer."""
+        detokenizer = request.detokenizer
+        if detokenizer is None:
+            if (detokenizer := self._detokenizer(request)) is None:
+                return ""
+            detokenizer.push(request.text_token_ids(), may_stop=False)
+        detokenizer.finish()
+        return detokenizer.text
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request in any state; False when it is not (or no longer) there."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return False
+        self.scheduler.abort(request)
+        return True
+
+    def step(self) -> list[StepOutput]:
+        """Run one step; what it added to each request that got tokens. An empty list when there is nothing to do."""
+        schedule = self.scheduler.schedule()
+        self.stats.num_preemptions += len(schedule.preempted)
+        if not schedule.requests:
+            return []
+        result = self.runner.execute(schedule.plan)
+        self.stats.num_steps += 1
+        return self._advance(schedule, result)
+
+    def _advance(self, schedule: Schedule, result: StepResult) -> list[StepOutput]:
+        plan = schedule.plan
+        outputs: list[StepOutput] = []
+        finished: list[Request] = []
+        for i, request in enumerate(schedule.requests):
+            computed = plan.starts[i] + plan.query_lens[i]
+            if not plan.samples[i]:
+                request.num_computed = computed
+                continue
+            drafted, accepted = plan.num_drafts[i], result.num_accepted[i]
+            request.num_computed = computed - drafted + accepted
+            request.num_drafts = result.num_drafts[i]
+            new = result.tokens[i][: accepted + 1]
+            kept = request.append(new)
+            # a run that an end cuts short counts only for what was kept of it
+            from_drafts = min(accepted, kept) if drafted else 0
+            if drafted:
+                request.metrics.add(drafted, from_drafts)
+                self.stats.spec.add(drafted, from_drafts)
+            self.stats.num_output_tokens += kept
+            output = StepOutput(request.request_id, new[:kept], [True] * from_drafts + [False] * (kept - from_drafts))
+            if request.status is Status.FINISHED:
+                output.finished = True
+                output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+                finished.append(request)
+            if request.stream_text and request.detokenizer is not None:
+                output.new_text = request.detokenizer.take(output.finished)
+            outputs.append(output)
+        self.scheduler.remove_finished(finished)
+        for request in finished:
+            del self.requests[request.request_id]
+        self.stats.num_finished += len(finished)
+        return outputs

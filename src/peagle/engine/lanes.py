@@ -1,0 +1,58 @@
+"""The runner's persistent state: one lane a running request, in arrays of fixed shape.
+
+The token buffer lives on the device and holds everything known of a request in place: prompt, output and, behind them,
+its standing drafts. The target's rows at positions p.. are therefore `tokens[lane, p:]` in prefill, chunked prefill and
+verification alike, and the drafter's shifted token of position p is `tokens[lane, p + 1]`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from peagle.engine.plan import LaneSetup, StepPlan
+
+
+class Lanes:
+    """State of up to `max_num_seqs` requests.
+
+    tokens [S, width] int32 on the device; its last column is written by rows that have nothing to write. Everything
+    else is per lane on the host, as NumPy arrays: block_tables [S, max_blocks] int32, the limits and the sampling
+    parameters.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, max_drafts: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.width = max_model_len + max_drafts + 2
+        self.tokens = torch.zeros(max_num_seqs, self.width, dtype=torch.int32, device=device)
+        self.flat_tokens = self.tokens.view(-1)
+        self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self.max_drafts = np.zeros(max_num_seqs, dtype=np.int64)
+        self.max_total = np.zeros(max_num_seqs, dtype=np.int64)
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.seed = np.zeros(max_num_seqs, dtype=np.int64)
+        self.ban_until = np.zeros(max_num_seqs, dtype=np.int64)
+        self.ban_ids: list[tuple[int, ...]] = [()] * max_num_seqs
+
+    def apply(self, plan: StepPlan) -> None:
+        """Enter the requests that start and the blocks that were added."""
+        for setup in plan.setups:
+            self._set(setup)
+        for lane, first, blocks in plan.new_blocks:
+            self.block_tables[lane, first : first + len(blocks)] = blocks
+
+    def _set(self, setup: LaneSetup) -> None:
+        lane, ids = setup.lane, setup.token_ids
+        self.tokens[lane, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        self.max_drafts[lane] = setup.num_speculative_tokens
+        self.max_total[lane] = setup.max_total_tokens
+        self.temperature[lane] = setup.temperature
+        self.top_k[lane] = setup.top_k
+        self.top_p[lane] = setup.top_p
+        self.seed[lane] = setup.seed
+        self.ban_until[lane] = setup.ban_until
+        self.ban_ids[lane] = setup.ban_ids

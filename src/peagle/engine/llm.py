@@ -1,0 +1,142 @@
+"""The offline interface, vLLM's: `LLM(model, speculative_config=...).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.engine.engine import Engine
+from peagle.engine.loading import load_engine
+from peagle.engine.outputs import CompletionOutput, RequestOutput
+from peagle.engine.request import Request
+from peagle.engine.sampling_params import SamplingParams
+from peagle.engine.stats import EngineStats
+from peagle.errors import InputError
+from peagle.target.model import Target
+
+Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model that answers batches of prompts.
+
+    model: a local folder, Hub id or GGUF file (or a loaded Target). speculative_config: SpeculativeConfig, or its JSON
+    as text or mapping; None decodes plainly. Further arguments are those of EngineConfig. Raises InputError.
+    """
+
+    def __init__(
+        self,
+        model: str | Target,
+        speculative_config: str | Mapping[str, Any] | SpeculativeConfig | None = None,
+        dtype: str = "auto",
+        device: str | torch.device | None = None,
+        **engine_args: Any,
+    ) -> None:
+        try:
+            config = EngineConfig(**engine_args)
+        except TypeError as error:
+            raise InputError(f"LLM: {error}") from error
+        self.engine: Engine = load_engine(model, speculative_config, dtype, device, config)
+        self.target: Target = self.engine.target
+        self._count = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats
+
+    def get_tokenizer(self) -> Any:
+        if self.target.tokenizer is None:
+            raise InputError(f"prompt: {self.target.name_or_path} has no tokenizer, expected prompt_token_ids")
+        return self.target.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts, in their order. All are checked before the first is run."""
+        several = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        texts, ids = [], []
+        for prompt in several:
+            text, token_ids = self._encode(prompt)
+            texts.append(text)
+            ids.append(token_ids)
+        return self._run(texts, ids, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, by the model's own chat template."""
+        tokenizer = self.get_tokenizer()
+        if not messages:
+            raise InputError("messages: got none, expected at least one")
+        several = [messages] if isinstance(messages[0], Mapping) else messages
+        texts = [
+            tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
+            for conversation in several
+        ]
+        # the template writes the special tokens itself
+        ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        return self._run(texts, ids, sampling_params, use_tqdm)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if not isinstance(prompt.get("prompt"), str):
+                raise InputError(f"prompt: got {dict(prompt)!r}, expected prompt or prompt_token_ids in it")
+            prompt = prompt["prompt"]
+        if not isinstance(prompt, str):
+            raise InputError(f"prompt: got {prompt!r}, expected text or a mapping with prompt_token_ids")
+        return prompt, list(self.get_tokenizer()(prompt).input_ids)
+
+    def _run(
+        self,
+        texts: Sequence[str | None],
+        ids: Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(ids)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(ids):
+                raise InputError(f"sampling_params: got {len(params)}, expected one or as many as prompts ({len(ids)})")
+        requests: list[Request] = []
+        try:
+            for token_ids, p in zip(ids, params, strict=True):
+                requests.append(self.engine.add_request(f"{self._count}", token_ids, p))
+                self._count += 1
+            self._finish_all(len(requests), use_tqdm)
+        except BaseException:  # an interrupt too: nothing of this call may run in the next
+            for request in requests:
+                self.engine.abort(request.request_id)
+            raise
+        return [self._output(request, text) for request, text in zip(requests, texts, strict=True)]
+
+    def _finish_all(self, total: int, use_tqdm: bool) -> None:
+        tokens = 0
+        with tqdm(total=total, desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while self.engine.has_unfinished:
+                outputs = self.engine.step()
+                tokens += sum(len(output.new_token_ids) for output in outputs)
+                if use_tqdm:
+                    rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
+                    bar.update(sum(output.finished for output in outputs))
+
+    def _output(self, request: Request, text: str | None) -> RequestOutput:
+        completion = CompletionOutput(
+            self.engine.text(request), request.output_token_ids, request.finish_reason, request.stop_reason
+        )
+        return RequestOutput(request.request_id, text, request.prompt_token_ids, [completion], metrics=request.metrics)

@@ -1,0 +1,70 @@
+"""How many KV blocks there are: from the user's number, from a budget on the CPU, from free memory on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from peagle.config import EngineConfig
+from peagle.drafter.model import Drafter
+from peagle.errors import InputError
+from peagle.target.model import Target
+
+
+def bytes_per_block(target: Target, drafter: Drafter | None, block_size: int) -> int:
+    """Keys and values of one block over all layers of target and drafter."""
+    values = target.num_layers * target.num_key_value_heads * target.head_dim * target.dtype.itemsize
+    if drafter is not None:
+        c = drafter.config
+        values += c.num_hidden_layers * c.num_key_value_heads * c.head_dim * drafter.fc.weight.dtype.itemsize
+    return 2 * block_size * values
+
+
+def activation_bytes(target: Target, config: EngineConfig, max_num_batched_tokens: int, rows_per_request: int) -> int:
+    """A generous guess of what a step needs beside weights and caches: its widest layer and its logits."""
+    intermediate = int(getattr(target.config, "intermediate_size", 4 * target.hidden_size))
+    layer = max_num_batched_tokens * (12 * target.hidden_size + 4 * intermediate) * target.dtype.itemsize
+    logit_rows = min(config.max_num_seqs * rows_per_request, max_num_batched_tokens)
+    return layer + logit_rows * target.vocab_size * (target.dtype.itemsize + 3 * 4)
+
+
+def num_kv_blocks(
+    target: Target,
+    drafter: Drafter | None,
+    config: EngineConfig,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    num_speculative_tokens: int,
+) -> int:
+    """The number of blocks to allocate, at most what max_num_seqs requests of max_model_len tokens could fill."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    per_block = bytes_per_block(target, drafter, config.block_size)
+    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    if target.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(target.device)
+        reserve = activation_bytes(target, config, max_num_batched_tokens, num_speculative_tokens + 1)
+        budget = int(total * config.gpu_memory_utilization) - (total - free) - reserve
+    else:
+        budget = int(config.cpu_kv_cache_gib * 2**30)
+    return max(min(useful, budget // per_block), 0)
+
+
+def fit_model_len(
+    num_blocks: int, config: EngineConfig, model_len: int, device: torch.device, chosen_by_user: bool
+) -> int:
+    """The length that the blocks can hold for one request; raises InputError when the user asked for more."""
+    capacity = num_blocks * config.block_size
+    if capacity >= model_len:
+        return model_len
+    if config.num_kv_blocks is not None:
+        setting = f"num_kv_blocks ({config.num_kv_blocks}, of block_size {config.block_size})"
+    elif device.type == "cuda":
+        setting = f"gpu_memory_utilization ({config.gpu_memory_utilization})"
+    else:
+        setting = f"cpu_kv_cache_gib ({config.cpu_kv_cache_gib})"
+    if chosen_by_user or capacity < 2:
+        raise InputError(
+            f"max_model_len: one request of {model_len} tokens does not fit the KV cache, which holds {capacity}; "
+            f"raise {setting} or lower max_model_len"
+        )
+    return capacity

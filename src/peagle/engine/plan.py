@@ -1,0 +1,63 @@
+"""What one step runs, as the scheduler tells the runner: plain integers, neither requests nor tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class LaneSetup:
+    """A request takes a lane (its row in the runner's persistent state). Everything about it that a step needs.
+
+    ban_until: output at token positions below this must not be one of ban_ids (min_tokens).
+    """
+
+    lane: int
+    token_ids: list[int]
+    num_speculative_tokens: int
+    max_total_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    ban_until: int = 0
+    ban_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step over R requests, in parallel lists.
+
+    Request i runs query_lens[i] rows from position starts[i]; the last num_drafts[i] of them are drafts. samples[i]:
+    its last real token is among the rows, so that this step chooses a token. new_blocks: (lane, index in its block
+    table, block ids) to be entered before the step.
+    """
+
+    setups: list[LaneSetup] = field(default_factory=list)
+    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    lanes: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    query_lens: list[int] = field(default_factory=list)
+    num_drafts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+
+    def part(self, index: Sequence[int]) -> StepPlan:
+        """The plan of some of its requests; setups and blocks, which are entered once for all, are left out."""
+        return StepPlan(
+            lanes=[self.lanes[i] for i in index],
+            starts=[self.starts[i] for i in index],
+            query_lens=[self.query_lens[i] for i in index],
+            num_drafts=[self.num_drafts[i] for i in index],
+            samples=[self.samples[i] for i in index],
+        )
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came of it, per request of the plan: num_accepted drafts were accepted; tokens holds them and the target's
+    own next token (then padding); num_drafts new drafts stand. Meaningless where samples is False."""
+
+    tokens: list[list[int]]
+    num_accepted: list[int]
+    num_drafts: list[int]

@@ -1,0 +1,94 @@
+"""One request: its tokens, how far they are computed, and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from peagle.engine.detokenizer import Detokenizer
+from peagle.engine.outputs import FinishReason
+from peagle.engine.sampling_params import SamplingParams
+from peagle.engine.stats import SpecMetrics
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one request.
+
+    token_ids: prompt and output. num_computed: how many of them the target has cached. While decoding it is
+    len(token_ids) - 1 and num_drafts drafts stand behind the last token; the drafts themselves live with the runner.
+    max_total_tokens: prompt and output together never exceed it. num_speculative_tokens: the request's own K.
+    stop_ids: the tokens that end it (end-of-sequence unless ignored, and stop_token_ids).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_total_tokens: int
+    num_speculative_tokens: int
+    eos_token_ids: frozenset[int]
+    seed: int
+    detokenizer: Detokenizer | None = None
+    stream_text: bool = False
+    token_ids: list[int] = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    num_computed: int = 0
+    num_drafts: int = 0
+    lane: int = -1
+    block_table: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    metrics: SpecMetrics = field(default_factory=SpecMetrics)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+        self.num_prompt = len(self.token_ids)
+        eos: frozenset[int] = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.stop_ids = eos | frozenset(self.params.stop_token_ids or ())
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    def append(self, new: list[int]) -> int:
+        """Append tokens up to and including the one that ends the request; returns how many were kept.
+
+        The earliest boundary wins. When several fall on one token: end-of-sequence or stop token, then stop string,
+        then length.
+        """
+        params, tokens = self.params, self.token_ids
+        for kept, token in enumerate(new, 1):
+            tokens.append(token)
+            may_stop = len(tokens) - self.num_prompt >= params.min_tokens
+            if may_stop and token in self.stop_ids:
+                stop_reason = token if token in (params.stop_token_ids or ()) else None
+                if self.detokenizer is not None and params.include_stop_str_in_output:
+                    self.detokenizer.push([token], may_stop=False)
+                self.finish("stop", stop_reason)
+                return kept
+            if self.detokenizer is not None and (stop := self.detokenizer.push([token], may_stop)) is not None:
+                self.finish("stop", stop)
+                return kept
+            if len(tokens) >= self.max_total_tokens:
+                self.finish("length")
+                return kept
+        return len(new)
+
+    def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+    def text_token_ids(self) -> list[int]:
+        """The output tokens that the text is made of: a token that ended the request is not part of it."""
+        output = self.output_token_ids
+        ended_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        return output[:-1] if ended_by_token and not self.params.include_stop_str_in_output else output

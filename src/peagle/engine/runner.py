@@ -1,0 +1,120 @@
+"""Runs planned steps: target, verification, drafter. Owns the models, their KV caches and the lanes.
+
+Knows lanes, positions and token ids, but no requests: when a request stops, and why, is not its business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from peagle.drafter.model import Drafter
+from peagle.engine.drafting import DraftPass, Verified
+from peagle.engine.lanes import Lanes
+from peagle.engine.multi_step import MultiStep
+from peagle.engine.plan import StepPlan, StepResult
+from peagle.engine.sampler import choose
+from peagle.engine.step_inputs import StepInputs, build_step_inputs
+from peagle.engine.verification import verify
+from peagle.target.model import Target
+
+
+class Runner:
+    """`execute` runs one step of a plan. Without a drafter every step is plain decoding, by the same code."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        num_speculative_tokens: int,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_scheduler_steps: int = 1,
+    ) -> None:
+        self.target = target
+        self.device = target.device
+        self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
+        self.aux_layer_ids = drafter.config.aux_hidden_state_layer_ids if drafter is not None else ()
+        self.lanes = Lanes(max_num_seqs, max_model_len, block_size, self.num_speculative_tokens, self.device)
+        self.kv_cache = target.new_kv_cache(num_blocks, block_size)
+        self.multi_step: MultiStep | None = None
+        if drafter is None and num_scheduler_steps > 1:
+            self.multi_step = MultiStep(target, self.kv_cache, self.lanes, num_scheduler_steps, max_model_len)
+        self.draft_pass: DraftPass | None = None
+        if drafter is not None:
+            with torch.inference_mode():
+                self.draft_pass = DraftPass(drafter, num_speculative_tokens, num_blocks, block_size)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step and fetch what it decided, the one time that the host waits for the device."""
+        self.lanes.apply(plan)
+        if self.multi_step is None:
+            return self._execute(plan)
+        burst = self.multi_step.fits(plan)
+        rest = sorted(set(range(len(plan.lanes))) - set(burst))
+        result = StepResult([[]] * len(plan.lanes), [0] * len(plan.lanes), [0] * len(plan.lanes))
+        for index, run in ((rest, self._execute), (burst, self.multi_step.execute)):
+            if index:
+                part = run(plan.part(index))
+                for i, tokens, accepted in zip(index, part.tokens, part.num_accepted, strict=True):
+                    result.tokens[i], result.num_accepted[i] = tokens, accepted
+        return result
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        inputs = build_step_inputs(plan, self.lanes, self.num_speculative_tokens, self.device)
+        token_ids = self.lanes.flat_tokens[inputs.token_index].long()
+        drafting = self.draft_pass is not None and inputs.any_speculation
+        logits, aux = self.target.forward_paged(
+            token_ids,
+            inputs.batch.positions,
+            inputs.batch,
+            self.kv_cache,
+            inputs.logit_rows if inputs.any_samples else None,
+            self.aux_layer_ids if drafting else (),
+        )
+        tokens, num_accepted, next_token = self._verify(logits, token_ids, inputs)
+        # where the next token stands: behind the accepted rows (in an unfinished prompt it is there already)
+        next_position = inputs.ends - inputs.num_drafts + num_accepted
+        self.lanes.flat_tokens[inputs.lane_offset + next_position] = next_token.int()
+        # near its limit a request drafts less: a later step adds at most its drafts and one token
+        room = torch.minimum(inputs.max_drafts, inputs.max_total - next_position - 2).clamp_(min=0)
+        num_drafts = torch.where(inputs.samples, room, 0)
+        if drafting:
+            assert self.draft_pass is not None
+            assert aux is not None
+            verified = Verified(
+                token_ids,
+                aux,
+                next_token,
+                inputs.num_drafts - num_accepted,
+                num_drafts,
+                inputs.max_drafts > 0,
+            )
+            drafts = self.draft_pass.propose(inputs.batch, verified)
+            self._store_drafts(drafts, num_drafts, inputs.lane_offset, next_position)
+        result = torch.cat((tokens, num_accepted[:, None], num_drafts[:, None]), dim=1).tolist()
+        return StepResult([row[:-2] for row in result], [row[-2] for row in result], [row[-1] for row in result])
+
+    def _verify(self, logits: Tensor | None, token_ids: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose and verify: (tokens [R, K+1], num_accepted [R], next token [R]), as in `verify`."""
+        in_place = self.lanes.flat_tokens[inputs.lane_offset + inputs.ends].long()
+        none = torch.zeros_like(in_place)
+        if logits is None:  # parts of prompts only
+            return in_place[:, None].expand(-1, self.num_speculative_tokens + 1), none, in_place
+        if inputs.bans is not None:
+            logits[inputs.bans] = float("-inf")
+        tokens, num_accepted = choose(logits, inputs.sampling)[inputs.choice_index], none
+        if inputs.any_drafts:
+            tokens, num_accepted = verify(tokens, token_ids[inputs.draft_rows], inputs.num_drafts)
+        next_token = tokens.gather(1, num_accepted[:, None])[:, 0]
+        return tokens, num_accepted, torch.where(inputs.samples, next_token, in_place)
+
+    def _store_drafts(self, drafts: Tensor, num_drafts: Tensor, lane_offset: Tensor, next_position: Tensor) -> None:
+        """Write the drafts behind the next token; those not wanted go to the buffer's unused last column, because in
+        an unfinished prompt real tokens stand there."""
+        depth = torch.arange(drafts.shape[1], device=drafts.device)
+        column = torch.where(depth < num_drafts[:, None], next_position[:, None] + 1 + depth, self.lanes.width - 1)
+        self.lanes.flat_tokens[lane_offset[:, None] + column] = drafts.int()

@@ -1,0 +1,85 @@
+"""How one request wants its tokens chosen and when it stops; names and meaning are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peagle.errors import InputError
+
+# Below this a temperature means greedy, as in vLLM: dividing logits by less overflows.
+GREEDY_BELOW = 1e-5
+MAX_SEED = 2**63 - 1
+
+
+def _integer(name: str, value: object, expected: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name}: got {value!r}, expected {expected}")
+    return value
+
+
+def _number(name: str, value: object, expected: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise InputError(f"{name}: got {value!r}, expected {expected}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of one request.
+
+    max_tokens None means up to the model's length. temperature 0 is greedy. top_k 0 or -1 takes all tokens. A stop
+    string ends the text before it; stop_token_ids and the end-of-sequence tokens stay in `token_ids` but are not text.
+    min_tokens holds back end-of-sequence, stop_token_ids and stop strings. seed makes a request's tokens depend on its
+    own prompt only. num_speculative_tokens (not in vLLM) lowers the engine's K for this request, 0 turns drafting off.
+    Raises InputError naming the field.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and _integer("max_tokens", self.max_tokens, "a positive integer or None") < 1:
+            raise InputError(f"max_tokens: got {self.max_tokens}, expected a positive integer or None")
+        temperature = _number("temperature", self.temperature, "a number of 0 or more")
+        if not 0 <= temperature < float("inf"):
+            raise InputError(f"temperature: got {self.temperature}, expected a finite number of 0 or more")
+        if _integer("top_k", self.top_k, "0 or -1 (off) or a positive integer") < -1:
+            raise InputError(f"top_k: got {self.top_k}, expected 0 or -1 (off) or a positive integer")
+        if not 0 < _number("top_p", self.top_p, "a number above 0 and at most 1") <= 1:
+            raise InputError(f"top_p: got {self.top_p}, expected a number above 0 and at most 1")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(text, str) and text for text in stop):
+            raise InputError(f"stop: got {self.stop!r}, expected strings of at least one character")
+        object.__setattr__(self, "stop", stop)
+        ids = tuple(_integer("stop_token_ids", i, "token ids") for i in self.stop_token_ids or ())
+        if any(i < 0 for i in ids):
+            raise InputError(f"stop_token_ids: got {list(ids)}, expected ids of 0 or more")
+        object.__setattr__(self, "stop_token_ids", ids)
+        if self.seed is not None and not 0 <= _integer("seed", self.seed, "an integer of 0 or more") <= MAX_SEED:
+            raise InputError(f"seed: got {self.seed}, expected 0 to {MAX_SEED}")
+        if _integer("min_tokens", self.min_tokens, "an integer of 0 or more") < 0:
+            raise InputError(f"min_tokens: got {self.min_tokens}, expected an integer of 0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens: got {self.min_tokens}, expected at most max_tokens ({self.max_tokens})")
+        k = self.num_speculative_tokens
+        if k is not None and _integer("num_speculative_tokens", k, "an integer of 0 or more") < 0:
+            raise InputError(f"num_speculative_tokens: got {k}, expected an integer of 0 or more")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop  # type: ignore[return-value]  # normalised above

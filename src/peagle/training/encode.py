@@ -1,0 +1,29 @@
+"""The target's states for the packs of a step, online."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peagle.target.model import Target
+from peagle.training.batches import EncodeGroup
+
+
+@torch.no_grad()
+def encode_packs(
+    target: Target, groups: Sequence[EncodeGroup], positions: int, aux_layer_ids: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Auxiliary states [positions, 3H] and LM-head inputs [positions, H] of packs laid end to end; zeros in padding.
+
+    `dtype`: of the auxiliary states (the drafter's compute dtype). Hidden states keep the target's.
+    """
+    width = target.hidden_size
+    aux = torch.zeros(positions, len(aux_layer_ids) * width, dtype=dtype, device=target.device)
+    hidden = torch.zeros(positions, width, dtype=target.dtype, device=target.device)
+    for group in groups:
+        states = target.encode(group.ids, aux_layer_ids)
+        aux[group.place] = states.aux.flatten(0, 1)[group.source].to(dtype)
+        hidden[group.place] = states.hidden.flatten(0, 1)[group.source].to(target.dtype)
+    return aux, hidden

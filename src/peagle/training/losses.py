@@ -1,0 +1,199 @@
+"""Loss over the supervised rows, a slice at a time, so that V-wide logits exist for one slice only.
+
+The gradient with respect to the rows is computed in the forward pass of each slice (as Liger Kernel does for fused
+linear cross-entropy); the backward pass only multiplies it by the incoming scalar.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from peagle.training.chunks import LossRows
+
+LossKind = Literal["soft", "hard"]
+SliceFunction = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def soft_slice(
+    logits: Tensor, teacher: Tensor, weight: Tensor, target_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(teacher || drafter) of S rows.
+
+    logits [S, Vd], teacher [S, V], weight [S]; target_ids [Vd]: the target id of each draft id (None: Vd = V). With a
+    reduced draft vocabulary the teacher's probabilities are restricted to it and renormalised. Returns the KL of each
+    row [S] (unweighted), the gradient of the weighted sum with respect to the logits [S, Vd], and whether the drafter's
+    first choice is the teacher's over the whole vocabulary [S].
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    best = teacher.argmax(-1)
+    if target_ids is not None:
+        teacher = teacher[:, target_ids]
+    logits, teacher, low = logits.to(wide), teacher.to(wide), logits
+    log_q = logits - logits.logsumexp(-1, keepdim=True)
+    log_p = teacher - teacher.logsumexp(-1, keepdim=True)
+    p = log_p.exp()
+    # a teacher may rule tokens out with -inf logits
+    loss = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+    gradient = ((log_q.exp() - p) * weight[:, None]).to(low.dtype)
+    choice = low.argmax(-1)
+    if target_ids is not None:
+        choice = target_ids[choice]
+    return loss, gradient, choice == best
+
+
+def hard_slice(
+    logits: Tensor, token: Tensor, weight: Tensor, best: Tensor | None, target_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy of S rows against token [S] (draft ids).
+
+    The first choice is compared with best [S] (the teacher's, target ids) when given, otherwise with the token.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    low, logits = logits, logits.to(wide)
+    log_q = logits - logits.logsumexp(-1, keepdim=True)
+    loss = -log_q.gather(1, token[:, None])[:, 0]
+    hot = torch.arange(logits.shape[1], device=logits.device) == token[:, None]
+    gradient = ((log_q.exp() - hot.to(wide)) * weight[:, None]).to(low.dtype)
+    choice = low.argmax(-1)
+    if best is None:
+        return loss, gradient, choice == token
+    return loss, gradient, (choice if target_ids is None else target_ids[choice]) == best
+
+
+class _Compiled:
+    """A slice function compiled on a GPU; falls back to the plain one, once and with a warning, if that fails."""
+
+    def __init__(self, function: SliceFunction) -> None:
+        self.plain = function
+        self.compiled: SliceFunction | None = torch.compile(function, dynamic=False)
+
+    def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if self.compiled is not None:
+            try:
+                return self.compiled(*args)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever the compiler stack raises
+                warnings.warn(
+                    f"torch.compile of {self.plain.__name__} failed, it runs uncompiled: {error}", stacklevel=2
+                )
+                self.compiled = None
+        return self.plain(*args)
+
+
+@functools.cache
+def slice_function(kind: LossKind, compiled: bool) -> SliceFunction:
+    function: SliceFunction = soft_slice if kind == "soft" else hard_slice
+    return _Compiled(function) if compiled else function
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What does not change from step to step. depths: K; slice_rows: rows whose logits exist at a time."""
+
+    kind: LossKind
+    depths: int
+    slice_rows: int
+    compiled: bool = False
+    target_ids: Tensor | None = None  # [Vd] target id of each draft id, None for the whole vocabulary
+
+
+class _SlicedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        normed: Tensor,
+        head: Tensor,
+        rows: LossRows,
+        hidden: Tensor,
+        lm_logits: Callable[[Tensor], Tensor],
+        settings: LossSettings,
+        use_teacher: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        total, size = rows.index.shape[0], settings.slice_rows
+        with_rows, with_head = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        weight_dtype = torch.promote_types(normed.dtype, torch.float32)
+        matrix = head.detach().to(normed.dtype)
+        row_gradient = normed.new_zeros(total, normed.shape[1]) if with_rows else None
+        head_gradient = torch.zeros_like(head, dtype=weight_dtype) if with_head else None
+        losses = torch.empty(total, dtype=weight_dtype, device=normed.device)
+        matches = torch.empty(total, dtype=torch.bool, device=normed.device)
+        function = slice_function(settings.kind, settings.compiled)
+        weights = rows.weight.to(weight_dtype)
+        for lo in range(0, total, size):
+            part = slice(lo, min(lo + size, total))
+            x = normed[rows.index[part]]
+            logits = x @ matrix.T
+            if settings.kind == "soft":
+                teacher = lm_logits(hidden[rows.teacher[part]])
+                loss, gradient, match = function(logits, teacher, weights[part], settings.target_ids)
+            else:
+                best = lm_logits(hidden[rows.teacher[part]]).argmax(-1) if use_teacher else None
+                loss, gradient, match = function(logits, rows.token[part], weights[part], best, settings.target_ids)
+            losses[part] = loss
+            matches[part] = match
+            if row_gradient is not None:
+                torch.matmul(gradient, matrix, out=row_gradient[part])
+            if head_gradient is not None:
+                head_gradient += (gradient.T @ x).to(weight_dtype)
+        ctx.save_for_backward(rows.index)
+        ctx.row_gradient, ctx.head_gradient = row_gradient, head_gradient
+        ctx.shape = normed.shape
+        ctx.mark_non_differentiable(losses, matches)
+        return (losses * weights).sum(), losses, matches
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_unused: Tensor) -> tuple[Any, ...]:
+        (index,) = ctx.saved_tensors
+        rows = head = None
+        if ctx.row_gradient is not None:
+            rows = ctx.row_gradient.new_zeros(ctx.shape)
+            # only padding repeats an index, and its gradient is 0
+            rows.index_add_(0, index, ctx.row_gradient * gradient.to(ctx.row_gradient.dtype))
+        if ctx.head_gradient is not None:
+            head = ctx.head_gradient * gradient.to(ctx.head_gradient.dtype)
+        return rows, head, None, None, None, None, None
+
+
+@dataclass
+class LossResult:
+    """loss: the weighted sum (scalar, with a graph); stats [3, K]: loss, matches and rows of each depth, as sums;
+    matches [R]: of each row, in the rows' order (padding included)."""
+
+    loss: Tensor
+    stats: Tensor
+    matches: Tensor
+
+
+def head_loss(
+    normed: Tensor,
+    head: Tensor,
+    rows: LossRows,
+    hidden: Tensor,
+    lm_logits: Callable[[Tensor], Tensor],
+    settings: LossSettings,
+    use_teacher: bool = False,
+) -> LossResult:
+    """Loss of a chunk's supervised rows.
+
+    normed [T, H]: the drafter's rows; head [Vd, H]: its LM head; hidden [N, H]: the pack's target states, of which
+    `lm_logits` makes the teacher's logits. For hard targets `use_teacher` compares first choices with the teacher's
+    instead of the token (costs the teacher's logits; validation does). Nothing here waits for the device.
+    """
+    if rows.index.shape[0] == 0:  # still part of the graph: every process of a collective needs its gradients
+        zero = normed.sum() * 0.0
+        stats = torch.zeros(3, settings.depths, dtype=torch.float64, device=normed.device)
+        return LossResult(zero, stats, torch.zeros(0, dtype=torch.bool, device=normed.device))
+    loss, losses, matches = _SlicedLoss.apply(normed, head, rows, hidden, lm_logits, settings, use_teacher)
+    real = rows.weight > 0
+    values = torch.stack((losses.double(), matches.double(), torch.ones_like(losses, dtype=torch.float64))) * real
+    stats = torch.zeros(3, settings.depths, dtype=torch.float64, device=normed.device)
+    stats.index_add_(1, rows.depth, values)
+    return LossResult(loss, stats, matches)

@@ -1,0 +1,582 @@
+"""The training loop: read top to bottom, `train` prepares and `Trainer.run` steps."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import peagle
+from peagle.config import TrainConfig
+from peagle.data.dataset import open_dataset
+from peagle.drafter.checkpoint import save_drafter
+from peagle.errors import InputError
+from peagle.target.loading import load_target, target_fingerprint
+from peagle.target.model import Target
+from peagle.training.attention import BLOCK, choose_backend
+from peagle.training.batches import Answers, BatchMaker, Schedule, StepBatch, prefetch, scan_answers, split_validation
+from peagle.training.checkpoints import checkpoint_folders, load_latest, save_checkpoint
+from peagle.training.chunks import Chunk, round_up
+from peagle.training.draft_vocab import choose_draft_vocab
+from peagle.training.eagle3 import step_weights
+from peagle.training.encode import encode_packs
+from peagle.training.init import choose_mask_token, new_drafter
+from peagle.training.logs import MetricsLog, write_json
+from peagle.training.losses import LossSettings, head_loss
+from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows
+from peagle.training.partition import PassResult, train_pack
+from peagle.training.precision import ComputeCopy
+from peagle.training.validate import Validation, validate
+
+ENCODE_BYTES = 2 << 30  # auxiliary and hidden states of the packs that are encoded together
+STATE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. head: the folder written when it finished, None when it was stopped early by a signal."""
+
+    steps: int
+    finished: bool
+    head: Path | None
+    validation: Validation | None
+
+
+def learning_rate_factor(step: int, progress: float, warmup_steps: int, floor: float) -> float:
+    """Linear warm-up over steps times a cosine from 1 to `floor` over the run (progress 0 to 1)."""
+    warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+    cosine = floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+    return warm * cosine
+
+
+def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None] = print) -> TrainResult | None:
+    """Train a head as `config` says. Raises InputError for whatever the user has to change.
+
+    dry_run: prepare everything, say what would be trained, and stop.
+    """
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(automatic if config.device == "auto" else config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device: got {config.device!r}, but PyTorch finds no CUDA device")
+    answers = open_dataset(list(config.data))
+    target = load_target(config.target, dtype=config.dtype, device=device)
+    if target.tokenizer is not None:
+        answers.check_target(target.tokenizer, target.vocab_size)
+    return train_on(config, target, answers, dry_run, say)
+
+
+def train_on(
+    config: TrainConfig, target: Target, answers: Answers, dry_run: bool = False, say: Callable[[str], None] = print
+) -> TrainResult | None:
+    """`train` with a target and answers that are already open."""
+    trainer = Trainer(config, target, answers, say)
+    return None if dry_run else trainer.run()
+
+
+def target_identity(target: Target) -> str:
+    """A short hash of what a head is trained for: tokenizer, dimensions and a sample of the weights."""
+    digest = hashlib.sha256(target_fingerprint(target).encode())
+    digest.update(f"{target.hidden_size} {target.num_layers}".encode())
+    for weight in (target.embed_weight, target.lm_head_weight):
+        sample = weight[:: max(1, len(weight) // 16)].detach().to("cpu", torch.bfloat16)  # the same in any load dtype
+        digest.update(sample.float().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Trainer:
+    """A run: what it is made of, where it stands, and its loop."""
+
+    def __init__(self, config: TrainConfig, target: Target, answers: Answers, say: Callable[[str], None]) -> None:
+        self.config, self.target, self.say = config, target, say
+        self.device = target.device
+        self.folder = Path(config.output)
+        self.step = 0
+        self.elapsed = 0.0  # seconds of training before this process
+        self.fingerprint = answers.fingerprint
+        saved = self._saved_state()
+        stepwise = config.kind == "eagle3"
+
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        default = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = dtypes.get(config.dtype, default)
+        attention = "dense" if config.attention == "auto" and config.compile == "off" else config.attention
+        self.backend = choose_backend(attention, self.device)
+        compiled = config.compile == "auto" and self.device.type == "cuda"
+
+        scan = scan_answers(answers, config.pack_length, target.vocab_size)
+        say(f"data: {scan.summary()}")
+        mask_token = None if stepwise else choose_mask_token(target, scan.seen, config.mask_token_id)
+        vocab = None
+        if config.draft_vocab_size is not None and config.draft_vocab_size != target.vocab_size:
+            vocab = choose_draft_vocab(answers.token_counts(target.vocab_size), config.draft_vocab_size)
+            kept = f"{config.draft_vocab_size} of {target.vocab_size} ids"
+            say(f"draft vocabulary: {kept}, {vocab.coverage:.2%} of the answers' tokens")
+        self.drafter, remarks = new_drafter(config, target, mask_token, vocab)
+        for remark in remarks:
+            say(remark)
+        if mask_token is not None:
+            say(f"mask token: {mask_token}")
+
+        if self.backend == "flex" and self.device.type != "cuda":
+            raise InputError(f"attention: got 'flex', which needs a CUDA device (this run is on {self.device})")
+        self.mask_token, self.draft_ids = mask_token, None if vocab is None else vocab.draft_ids()
+        self.answers = answers
+        # sizes come from memory, but a resumed run keeps those it began with, so that its sums round the same way
+        self._choose_sizes((saved or {}).get("sizes", {}))
+        self.maker = self._batch_maker()
+        cuda = self.device.type == "cuda"
+        self.loss = LossSettings(
+            kind=config.loss,
+            depths=config.depths,
+            slice_rows=self.loss_rows,
+            compiled=compiled,
+            target_ids=None if vocab is None else vocab.target_ids.to(self.device),
+        )
+        training, held = split_validation(scan, config.validation_documents, config.seed)
+        self.schedule = Schedule(
+            scan.documents[training], scan.lengths[training], config.pack_length, config.packs_per_step, config.seed
+        )
+        self.held = (scan.documents[held], scan.lengths[held])
+        self.validation = self._validation_batches()
+        self.total_steps = self._total_steps()
+
+        # weights and optimizer
+        self.copy = ComputeCopy(self.drafter, self.dtype)
+        self.copy.bind(target.embed_weight, target.lm_head_weight)
+        self.parameters = [p for p in self.drafter.parameters() if p.requires_grad]
+        decay = [p for p in self.parameters if p.dim() == 2]  # not norms, not mask_hidden
+        rest = [p for p in self.parameters if p.dim() != 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            fused=cuda,
+        )
+        self.stats = torch.zeros(3, config.depths, dtype=torch.float64, device=self.device)  # since the last log
+        self.log_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.log_steps = self.log_tokens = 0
+        self.documents = self.tokens = 0
+        self.last_validation: Validation | None = None
+        self.validated_at = -1
+        if saved is not None:
+            self._restore(saved)
+        self._describe(scan.lengths[training])
+
+    # -- preparing ------------------------------------------------------------------------------------------------
+
+    def _saved_state(self) -> dict[str, Any] | None:
+        """The checkpoint to go on from, checked against this configuration; None for a new run."""
+        folder = self.folder / "checkpoints"
+        if not checkpoint_folders(folder):
+            return None
+        if self.config.resume == "never":
+            raise InputError(f"output: {self.folder} holds a run already, expected an empty folder or resume auto")
+        saved = load_latest(folder)
+        if saved is None:
+            raise InputError(f"output: none of the checkpoints in {folder} can be read; delete them to start again")
+        if saved.get("format") != STATE_FORMAT:
+            raise InputError(f"output: checkpoints in {folder} are of format {saved.get('format')}, not {STATE_FORMAT}")
+        changed = self.config.differences(saved["config"])
+        # where target and data lie may change, what they are may not
+        changed = [line for line in changed if not line.startswith(("target:", "data:"))]
+        if saved["data"] != self.fingerprint:
+            changed.append(f"data: fingerprint {saved['data'][:16]} -> {self.fingerprint[:16]}")
+        if saved["target"] != target_identity(self.target):
+            changed.append(f"target: fingerprint {saved['target']} -> {target_identity(self.target)}")
+        if changed:
+            raise InputError(
+                f"output: {self.folder} holds a run with other settings, which cannot be resumed with these "
+                f"({'; '.join(changed)}); use another output folder or the old settings"
+            )
+        return saved
+
+    def _choose_sizes(self, sizes: dict[str, int]) -> None:
+        config, head = self.config, self.drafter.config
+        keep_rate = 1.0 if config.kind == "eagle3" else config.keep_rate
+        room, itemsize = budget(self.device), self.dtype.itemsize
+        chunk, rows = config.chunk_size, config.loss_rows
+        if chunk == "auto":
+            chunk = sizes.get("chunk_size") or choose_chunk_size(
+                head, config.pack_length, config.depths, keep_rate, self.backend, itemsize, room
+            )
+        if rows == "auto":
+            rows = sizes.get("loss_rows") or choose_loss_rows(
+                self.target.vocab_size, head.draft_vocab_size, self.device, itemsize, room
+            )
+        self.chunk_size, self.loss_rows = min(chunk, config.pack_length), rows
+
+    def _batch_maker(self) -> BatchMaker:
+        config, cuda = self.config, self.device.type == "cuda"
+        stepwise = config.kind == "eagle3"
+        # few shapes for the compiler: a quarter of a chunk costs 3 % of fillers on average at K = 8, r = 0.8
+        multiple = round_up(max(self.chunk_size // 4, BLOCK), BLOCK) if self.backend == "flex" else 1
+        return BatchMaker(
+            answers=self.answers,
+            pack_length=config.pack_length,
+            chunk_size=self.chunk_size,
+            depths=config.depths,
+            keep_rate=1.0 if stepwise else config.keep_rate,
+            mask_token_id=self.mask_token,
+            stepwise=stepwise,
+            hard=config.loss == "hard",
+            depth_weights=step_weights(config.depths, config.ttt_decay) if stepwise else None,
+            draft_ids=self.draft_ids,
+            row_multiple=multiple,
+            slice_rows=self.loss_rows if cuda else 1,  # equal slices matter to a compiler only
+            seed=config.seed,
+            encode_tokens=max(config.pack_length, 32768 if cuda else 4096),
+            encode_overhead=4096 if cuda else 64,
+            encode_multiple=64 if cuda else 1,
+        )
+
+    def _validation_batches(self) -> list[StepBatch]:
+        documents, lengths = self.held
+        if not len(documents):
+            return []
+        schedule = Schedule(documents, lengths, self.config.pack_length, 1, self.config.seed)
+        return [self.maker.make(i, packs, stream=2) for i, packs in enumerate(schedule.epoch(0))]
+
+    def _total_steps(self) -> int | None:
+        """Steps that the step limits allow; None when only the clock ends the run."""
+        config = self.config
+        epochs = config.epochs
+        if (config.max_steps, epochs, config.max_samples, config.max_minutes) == (None, None, None, None):
+            epochs = 1
+        return self.schedule.steps_for(config.max_steps, epochs, config.max_samples)
+
+    def _describe(self, lengths: np.ndarray) -> None:
+        trainable = sum(p.numel() for p in self.parameters)
+        frozen = sum(p.numel() for p in self.drafter.parameters()) - trainable
+        per_epoch = len(self.schedule.epoch(0))
+        steps = f"{self.total_steps} steps" if self.total_steps is not None else f"{self.config.max_minutes:g} minutes"
+        self.say(
+            f"{self.config.kind}: {trainable:,} parameters to train, {frozen:,} own and frozen; {self.config.layers} "
+            f"layer(s), depths {self.config.depths}"
+        )
+        self.say(
+            f"{steps}; an epoch is {per_epoch} steps, {int(lengths.sum()):,} tokens, {len(lengths)} documents; "
+            f"{self.config.packs_per_step} packs of {self.config.pack_length} a step; chunks of {self.chunk_size}, "
+            f"{self.loss_rows} rows a loss slice; {self.backend} attention, {self.dtype} on {self.device}"
+        )
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "format": STATE_FORMAT,
+            "step": self.step,
+            "elapsed": self._elapsed(),
+            "config": self.config.to_dict(),
+            "data": self.fingerprint,
+            "target": target_identity(self.target),
+            "sizes": {"chunk_size": self.chunk_size, "loss_rows": self.loss_rows},
+            "drafter": self.drafter.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "log": {
+                "stats": self.stats,
+                "loss": self.log_loss,
+                "steps": self.log_steps,
+                "tokens": self.log_tokens,
+            },
+            "documents": self.documents,
+            "tokens": self.tokens,
+        }
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        self.drafter.load_state_dict(saved["drafter"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["rng"])
+        self.step, self.elapsed = saved["step"], saved["elapsed"]
+        self.documents, self.tokens = saved["documents"], saved["tokens"]
+        log = saved["log"]
+        self.stats, self.log_loss = log["stats"].to(self.device), log["loss"].to(self.device)
+        self.log_steps, self.log_tokens = log["steps"], log["tokens"]
+        self.copy.refresh()
+        self.say(f"resumed at step {self.step}")
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current step."""
+        if not all(bool(p.isfinite().all()) for p in self.parameters):
+            raise InputError(f"lr: training diverged before step {self.step} (weights are not finite); lower it")
+        return save_checkpoint(self.folder / "checkpoints", self.step, self._state(), self.config.keep_checkpoints)
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def _elapsed(self) -> float:
+        return self.elapsed + (time.monotonic() - self.began if hasattr(self, "began") else 0.0)
+
+    def progress(self) -> float:
+        """Share of the run that is done, by its nearest limit."""
+        shares = [0.0]
+        if self.total_steps is not None:
+            shares.append(self.step / max(self.total_steps, 1))
+        if self.config.max_minutes is not None:
+            shares.append(self._elapsed() / (60 * self.config.max_minutes))
+        return max(shares)
+
+    def run(self) -> TrainResult:
+        """Train to the end of the run, or until SIGTERM or SIGINT asks for a checkpoint and an end."""
+        config = self.config
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            log = MetricsLog(self.folder, self.step, config.tensorboard)
+            write_json(self.folder / "run.json", self._facts())
+        except OSError as error:
+            raise InputError(f"output: {self.folder} cannot be written ({error.strerror or error})") from error
+        self.began = time.monotonic()
+        saved_at = self.began
+        warmup = config.warmup_steps
+        if self.total_steps is not None:
+            warmup = min(warmup, self.total_steps // 10)
+        bar = _Bar(self.total_steps, config.max_minutes, self.step, self._elapsed())
+        self.prove_attention()
+        batches = prefetch(self.maker, self.schedule, self.step, self.total_steps, self.device.type == "cuda")
+        self.log_began = time.monotonic()
+        try:
+            with _stop_signals() as stop, bar:
+                while self.progress() < 1.0 and not stop.is_set():
+                    batch = next(batches, None)
+                    if batch is None:
+                        break
+                    factor = learning_rate_factor(self.step, self.progress(), warmup, config.min_lr_ratio)
+                    norm = self.train_step(batch, config.lr * factor)
+                    self.step += 1
+                    self.documents += batch.documents
+                    self.tokens += batch.tokens
+                    bar.update(self.step, self._elapsed())
+                    if self.step % config.log_every == 0:
+                        bar.show(self._log(log, config.lr * factor, norm))
+                    if self.validation and self.step % config.validate_every == 0:
+                        self._validate(log)
+                    minutes = (time.monotonic() - saved_at) / 60
+                    if self.step % config.save_every == 0 or minutes >= config.save_minutes:
+                        self.save()
+                        saved_at = time.monotonic()
+                finished = not stop.is_set() or self.progress() >= 1.0
+                # whoever stops a run wants it back; a finished one may be given a higher limit later
+                self.save()
+                if not finished:
+                    self.say(f"stopped at step {self.step}; run the same command again to go on")
+                    return TrainResult(self.step, False, None, self.last_validation)
+                if self.validation and self.validated_at != self.step:
+                    self._validate(log)
+        finally:
+            batches.close()
+            log.close()
+        head = save_drafter(self.drafter, self.folder / "head", target_name=self.target.name_or_path)
+        self.say(f"wrote {head} after {self.step} steps, {self.documents} documents, {self.tokens:,} tokens")
+        return TrainResult(self.step, True, Path(head), self.last_validation)
+
+    def train_step(self, host: StepBatch, lr: float) -> Tensor:
+        """One optimizer step; returns the gradient norm, on the device."""
+        batch = host.to(self.device) if self.device.type != "cpu" else host
+        n, count = self.config.pack_length, len(batch.packs)
+        width = self.target.hidden_size
+        per_pack = n * (self.drafter.config.aux_size * self.dtype.itemsize + width * self.target.dtype.itemsize)
+        together = count * per_pack <= ENCODE_BYTES
+        ids = self.drafter.config.aux_hidden_state_layer_ids
+        if together:
+            aux, hidden = encode_packs(self.target, batch.groups, count * n, ids, self.dtype)
+        for i, chunks in enumerate(batch.packs):
+            if together:
+                span = slice(i * n, (i + 1) * n)
+                result = self.train_pack(chunks, aux[span], hidden[span])
+            else:
+                groups = [part for g in batch.groups if (part := g.within(i * n, (i + 1) * n)) is not None]
+                one_aux, one_hidden = encode_packs(self.target, groups, n, ids, self.dtype)
+                result = self.train_pack(chunks, one_aux, one_hidden)
+            self.stats += result.stats
+            self.log_loss += result.loss.double()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.copy.refresh()
+        self.log_steps += 1
+        self.log_tokens += batch.tokens
+        return norm
+
+    def train_pack(self, chunks: list[Chunk], aux: Tensor, hidden: Tensor) -> PassResult:
+        drafter = self.copy.compute
+
+        def chunk_loss(normed: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+            result = head_loss(normed, drafter.lm_head_weight(), chunk.loss, hidden, self.target.lm_logits, self.loss)
+            return result.loss, result.stats
+
+        return train_pack(drafter, chunks, aux, chunk_loss, self.backend)
+
+    def prove_attention(self) -> None:
+        """Compile the first pack's attention before the run; go without FlexAttention where that fails."""
+        if self.backend != "flex":
+            return
+        epoch, at = self.schedule.locate(self.step)
+        chunks = self.maker.make(self.step, self.schedule.epoch(epoch)[at][:1], stream=1).to(self.device).packs[0]
+        n, width = self.config.pack_length, self.target.hidden_size
+        aux = torch.zeros(n, self.drafter.config.aux_size, dtype=self.dtype, device=self.device)
+        hidden = torch.zeros(n, width, dtype=self.target.dtype, device=self.device)
+        try:
+            self.train_pack(chunks, aux, hidden)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler stack raises
+            if self.config.attention == "flex":
+                raise
+            warnings.warn(f"FlexAttention failed, dense attention takes its place (slower): {error}", stacklevel=2)
+            self.backend = "dense"
+            self._choose_sizes({})
+            self.maker = self._batch_maker()
+            self.validation = self._validation_batches()
+        finally:
+            for module in (self.drafter, self.copy.compute):
+                module.zero_grad(set_to_none=True)
+
+    def _log(self, log: MetricsLog, lr: float, norm: Tensor) -> dict[str, Any]:
+        """Write what happened since the last log; the one place in the loop that waits for the device."""
+        loss = float(self.log_loss) / max(self.log_steps, 1)
+        sums, matches, counts = self.stats.tolist()
+        if not math.isfinite(loss):
+            raise InputError(f"lr: the loss is {loss} at step {self.step}, training diverged; lower it (got {lr:g})")
+        now = time.monotonic()
+        seconds = max(now - self.log_began, 1e-9)
+        values: dict[str, Any] = {
+            "step": self.step,
+            "loss": loss,
+            "accuracy": [m / c if c else None for m, c in zip(matches, counts, strict=True)],
+            "depth_loss": [s / c if c else None for s, c in zip(sums, counts, strict=True)],
+            "rows": int(sum(counts)),
+            "lr": lr,
+            "grad_norm": float(norm),
+            "epoch": self.schedule_epoch(),
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "tokens_per_second": self.log_tokens / seconds,
+            "elapsed": self._elapsed(),
+        }
+        if self.device.type == "cuda":
+            values["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        log.write(values)
+        self.stats.zero_()
+        self.log_loss.zero_()
+        self.log_steps = self.log_tokens = 0
+        self.log_began = now
+        return values
+
+    def schedule_epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.documents / max(len(self.schedule.documents), 1)
+
+    def _validate(self, log: MetricsLog) -> None:
+        paused = time.monotonic()
+        found = validate(
+            self.copy.compute, self.target, self.validation, self.config.pack_length, self.loss, self.backend
+        )
+        self.last_validation, self.validated_at = found, self.step
+        log.write(
+            {
+                "step": self.step,
+                "validation_loss": found.loss,
+                "validation_accuracy": found.accuracy,
+                "validation_acceptance_length": found.acceptance_length,
+            }
+        )
+        shown = " ".join("-" if a is None else f"{a:.3f}" for a in found.accuracy)
+        tqdm.write(
+            f"step {self.step}: validation loss {found.loss:.4f}, acceptance length {found.acceptance_length:.3f}, "
+            f"top-1 by depth {shown}",
+            file=sys.stderr,
+        )
+        self.log_began += time.monotonic() - paused  # tokens/s counts training only
+
+    def _facts(self) -> dict[str, Any]:
+        import transformers
+
+        facts: dict[str, Any] = {
+            "config": self.config.to_dict(),
+            "drafter": self.drafter.config.to_dict(),
+            "sizes": {"chunk_size": self.chunk_size, "loss_rows": self.loss_rows},
+            "total_steps": self.total_steps,
+            "data": self.fingerprint,
+            "target": {"name": self.target.name_or_path, "fingerprint": target_identity(self.target)},
+            "versions": {
+                "peagle": getattr(peagle, "__version__", None),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
+        return facts
+
+
+class _Bar:
+    """Progress: steps where their number is known, seconds where only the clock ends the run."""
+
+    def __init__(self, steps: int | None, minutes: float | None, step: int, elapsed: float) -> None:
+        self.by_steps = steps is not None
+        total = steps if steps is not None else 60 * (minutes or 0.0)
+        self.bar = tqdm(
+            total=total,
+            initial=step if self.by_steps else round(elapsed),
+            unit="step" if self.by_steps else "s",
+            dynamic_ncols=True,
+            mininterval=0.5 if sys.stderr.isatty() else 30.0,  # a log file wants few lines
+            bar_format=None if self.by_steps else "{l_bar}{bar}| {n:.0f}/{total:.0f}s{postfix}",
+        )
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def update(self, step: int, elapsed: float) -> None:
+        self.bar.update((step if self.by_steps else min(elapsed, self.bar.total)) - self.bar.n)
+
+    def show(self, values: dict[str, Any]) -> None:
+        first = values["accuracy"][0]
+        self.bar.set_postfix_str(
+            f"loss {values['loss']:.3f}, top-1 {first if first is None else round(first, 3)}, "
+            f"{values['tokens_per_second']:,.0f} tok/s"
+        )
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and the first SIGINT set; a second SIGINT interrupts as usual."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number: int, _frame: object) -> None:
+        stop.set()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            with suppress(ValueError, TypeError):
+                signal.signal(number, handler)

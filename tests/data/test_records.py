@@ -1,0 +1,73 @@
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from peagle.data.records import read_records
+from peagle.errors import InputError
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet"])
+def test_every_form_gives_the_same_rows(tmp_path, suffix):
+    rows = [{"prompt": "one"}, {"prompt": "zwei äöü"}]
+    path = tmp_path / f"prompts{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        text = json.dumps(rows) if "jsonl" not in suffix else "\n".join(map(json.dumps, rows)) + "\n\n"
+        path.write_bytes(gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode())
+    read = list(read_records(path))
+    assert [row for _, row in read] == rows
+    assert all(str(path) in place for place, _ in read)
+
+
+def test_malformed_line_is_named(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": \n')
+    with pytest.raises(InputError, match=r"p\.jsonl:3: not JSON"):
+        list(read_records(path))
+
+
+def test_line_that_is_no_object_is_named(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n[1]\n')
+    with pytest.raises(InputError, match=r"p\.jsonl:2: expected a JSON object, got list"):
+        list(read_records(path))
+
+
+def test_malformed_json_names_the_line(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text('[\n{"prompt": "a"},\n{"prompt" "b"}]')
+    with pytest.raises(InputError, match=r"p\.json:3: not JSON"):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("p.jsonl", b""), ("p.jsonl", b"\n\n"), ("p.json", b""), ("p.json", b"[]")]
+)
+def test_empty_file(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=r"p\.json.*(no rows|empty)"):
+        list(read_records(tmp_path / name))
+
+
+def test_truncated_gzip_and_wrong_encoding(tmp_path):
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 1000)[:-20])
+    with pytest.raises(InputError, match="broken gzip"):
+        list(read_records(tmp_path / "p.jsonl.gz"))
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(InputError, match="not UTF-8"):
+        list(read_records(tmp_path / "p.jsonl"))
+
+
+def test_missing_file_unknown_suffix_broken_parquet(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        list(read_records(tmp_path / "absent.jsonl"))
+    (tmp_path / "p.csv").write_text("a,b\n")
+    with pytest.raises(InputError, match=r"expected one of \.jsonl"):
+        list(read_records(tmp_path / "p.csv"))
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 not really PAR1")
+    with pytest.raises(InputError, match="not a readable Parquet"):
+        list(read_records(tmp_path / "p.parquet"))

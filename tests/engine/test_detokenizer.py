@@ -1,0 +1,92 @@
+"""Text as it comes: whole characters, and no stop string's beginning."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from peagle.engine.detokenizer import Detokenizer, held_back
+from tests.conftest import make_tokenizer
+
+TOKENIZER = make_tokenizer()  # a token a byte
+TEXT = "naïve – 日本語 🦅 <eagle> ok"
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text).input_ids)
+
+
+def test_held_back() -> None:
+    assert held_back("abc", ["cd", "bcx"]) == 2
+    assert held_back("abc", ["x"]) == 0
+    assert held_back("aa", ["aaa"]) == 2
+    assert held_back("", ["a"]) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_multi_byte_characters_come_whole(seed: int) -> None:
+    rng = random.Random(seed)
+    detokenizer = Detokenizer(TOKENIZER, ids("prompt"))
+    sent, rest = "", ids(TEXT)
+    while rest:
+        step = rng.randint(1, 4)
+        detokenizer.push(rest[:step])
+        rest = rest[step:]
+        sent += detokenizer.take()
+        assert TEXT.startswith(sent)
+    assert sent + detokenizer.take(finished=True) == TEXT == detokenizer.text
+
+
+def test_an_unfinished_character_at_the_end() -> None:
+    detokenizer = Detokenizer(TOKENIZER, [])
+    for token in ids("a🦅")[:3]:
+        detokenizer.push([token])
+    assert detokenizer.take() == "a"
+    assert detokenizer.take(finished=True) == "\ufffd"
+    assert detokenizer.text == TOKENIZER.decode(ids("a🦅")[:3])
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 100])
+def test_stop_string_across_steps(step: int) -> None:
+    detokenizer = Detokenizer(TOKENIZER, ids("p"), stop=["never", "<eagle>"])
+    sent, rest, stopped = "", ids(TEXT), None
+    while rest and stopped is None:
+        stopped = detokenizer.push(rest[:step])
+        rest = rest[step:]
+        sent += detokenizer.take(finished=stopped is not None)
+        assert "<" not in sent
+    assert stopped == "<eagle>"
+    assert sent == detokenizer.text == TEXT[: TEXT.index("<")]
+
+
+def test_what_only_looked_like_a_stop_string_is_sent() -> None:
+    detokenizer = Detokenizer(TOKENIZER, [], stop=["<end>"])
+    sent = []
+    for token in ids("a<en>b<"):
+        detokenizer.push([token])
+        sent.append(detokenizer.take())
+    assert sent == ["a", "", "", "", "<en>", "b", ""]
+    assert detokenizer.take(finished=True) == "<"
+
+
+def test_stop_string_is_not_looked_for_in_what_may_not_stop() -> None:
+    detokenizer = Detokenizer(TOKENIZER, [], stop=["ab"])
+    assert detokenizer.push(ids("xaba"), may_stop=False) is None
+    assert detokenizer.push(ids("b")) is None  # it began where nothing may stop
+    assert detokenizer.push(ids("cab")) == "ab"
+    assert detokenizer.text == "xababc"
+
+
+def test_the_earliest_of_several() -> None:
+    detokenizer = Detokenizer(TOKENIZER, [], stop=["cd", "bc"], include_stop=True)
+    assert detokenizer.push(ids("abcdef")) == "bc"
+    assert detokenizer.text == "abc"
+
+
+def test_special_tokens() -> None:
+    output = [*ids("hi"), 257]
+    for skip, text in ((True, "hi"), (False, "hi<|end|>")):
+        detokenizer = Detokenizer(TOKENIZER, ids("p"), skip_special_tokens=skip)
+        detokenizer.push(output)
+        assert detokenizer.take(finished=True) == text

@@ -1,0 +1,80 @@
+"""The Triton kernels against their PyTorch form, on random ragged batches."""
+
+import os
+
+import pytest
+import torch
+
+from peagle.target.paged_attention import PagedBatch, paged_attention, write_kv
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+from peagle.kernels.paged_attention import paged_attention_triton, write_kv_triton  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def ragged(seed, heads=(6, 2), dim=32, block_size=16, query_lens=(1, 8, 3, 20), histories=(0, 40, 17, 5)):
+    """Caches and a batch in which every request has some history and some new rows."""
+    g = torch.Generator().manual_seed(seed)
+    contexts = [h + q for h, q in zip(histories, query_lens, strict=True)]
+    width = max(-(-c // block_size) for c in contexts)
+    tables = torch.randperm(width * len(contexts), generator=g).view(len(contexts), width).int()
+    positions = torch.cat([torch.arange(h, c) for h, c in zip(histories, contexts, strict=True)])
+    start = torch.tensor([0, *query_lens]).cumsum(0).int()
+    context_lens, slots = torch.tensor(contexts).int(), torch.zeros_like(positions)
+    batch = PagedBatch(positions, start, context_lens, tables, slots, max(query_lens), max(contexts))
+    pool = (tables.numel(), block_size, heads[1], dim)
+    q = torch.randn(len(positions), heads[0], dim, generator=g)
+    return q, torch.randn(pool, generator=g), torch.randn(pool, generator=g), batch
+
+
+def to_device(batch):
+    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()}
+    return PagedBatch(**moved)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "options"),
+    [
+        ((6, 2), 32, {}),
+        ((9, 3), 64, {}),
+        ((4, 4), 24, {}),
+        ((6, 2), 32, {"sliding_window": 7}),
+        ((8, 1), 16, {"softcap": 5.0}),
+        ((6, 2), 32, {"sinks": True, "sliding_window": 16}),
+    ],
+)
+def test_attention_equals_pytorch(heads, dim, options):
+    q, k, v, batch = ragged(0, heads, dim)
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.randn(heads[0])}
+    expected = paged_attention(q, k, v, batch, dim**-0.5, **options)
+    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    got = paged_attention_triton(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), to_device(batch), dim**-0.5, **moved)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_on_random_lengths(seed):
+    g = torch.Generator().manual_seed(seed)
+    queries = torch.randint(1, 12, (5,), generator=g).tolist()
+    histories = torch.randint(0, 70, (5,), generator=g).tolist()
+    q, k, v, batch = ragged(seed, (4, 2), 16, 8, queries, histories)
+    expected = paged_attention(q, k, v, batch, 0.25)
+    got = paged_attention_triton(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), to_device(batch), 0.25)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_write_skips_padding_slots():
+    k, v = torch.randn(5, 2, 24), torch.randn(5, 2, 24)
+    slots = torch.tensor([3, -1, 7, -1, 0])
+    expected = [torch.zeros(4, 2, 2, 24) for _ in range(2)]
+    write_kv(k, v, *expected, slots)
+    caches = [torch.zeros(8, 2, 24, device=DEVICE) for _ in range(2)]
+    write_kv_triton(k.to(DEVICE), v.to(DEVICE), *caches, slots.to(DEVICE))
+    for got, want in zip(caches, expected, strict=True):
+        assert torch.equal(got.cpu(), want.flatten(0, 1))
+    assert (expected[0].flatten(0, 1)[[1, 2, 4, 5, 6]] == 0).all()

@@ -1,0 +1,118 @@
+"""Sliced losses against plain autograd over all rows at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.training.chunks import LossRows
+from peagle.training.draft_vocab import choose_draft_vocab
+from peagle.training.losses import LossSettings, head_loss
+
+V, H, ROWS, K = 37, 8, 25, 4
+
+
+def make(slice_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, LossRows]:
+    torch.manual_seed(0)
+    normed = torch.randn(40, H, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(V, H, dtype=torch.float64, requires_grad=True)
+    hidden, teacher_head = torch.randn(30, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64)
+    padding = -ROWS % slice_rows
+    index = F.pad(torch.randperm(40)[:ROWS], (0, padding))
+    rows = LossRows(
+        index=index,
+        teacher=F.pad(torch.randint(0, 30, (ROWS,)), (0, padding)),
+        token=F.pad(torch.randint(0, V, (ROWS,)), (0, padding)),
+        depth=F.pad(torch.randint(0, K, (ROWS,)), (0, padding)),
+        weight=F.pad(torch.rand(ROWS, dtype=torch.float64) + 0.1, (0, padding)),
+        anchor=index,
+        count=ROWS,
+    )
+    return normed, head, hidden, teacher_head, rows
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize("slice_rows", [1, 4, 25, 64])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_loss_gradient_and_statistics(kind: str, slice_rows: int, reduced: bool) -> None:
+    normed, head, hidden, teacher_head, rows = make(slice_rows)
+    ids = None
+    if reduced:
+        ids = choose_draft_vocab(torch.arange(V).numpy()[::-1].copy(), 20).target_ids
+        head = head[:20].detach().requires_grad_()
+        rows = LossRows(**{**vars(rows), "token": rows.token % 20})
+    settings = LossSettings(kind, K, slice_rows, target_ids=ids)  # type: ignore[arg-type]
+    result = head_loss(normed, head, rows, hidden, lambda h: h @ teacher_head.T, settings, use_teacher=True)
+    (result.loss * 3.0).backward()
+
+    n, h = normed.detach().requires_grad_(), head.detach().requires_grad_()
+    real = slice(0, ROWS)
+    logits = n[rows.index[real]] @ h.T
+    teacher = hidden[rows.teacher[real]] @ teacher_head.T
+    best = teacher.argmax(-1)
+    if ids is not None:
+        teacher = teacher[:, ids]
+    if kind == "soft":
+        each = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    else:
+        each = F.cross_entropy(logits, rows.token[real], reduction="none")
+    expected = (each * rows.weight[real]).sum()
+    (expected * 3.0).backward()
+    assert torch.allclose(result.loss, expected)
+    assert torch.allclose(normed.grad, n.grad)
+    assert torch.allclose(head.grad, h.grad)
+    choice = logits.argmax(-1) if ids is None else ids[logits.argmax(-1)]
+    for depth in range(K):
+        of = rows.depth[real] == depth
+        assert torch.allclose(result.stats[0, depth], each[of].sum())
+        assert result.stats[1, depth] == (choice == best)[of].sum()
+        assert result.stats[2, depth] == of.sum()
+
+
+def test_no_supervised_rows_still_has_a_graph() -> None:
+    normed, head, hidden, teacher_head, rows = make(1)
+    empty = LossRows(**{k: v[:0] if isinstance(v, Tensor) else 0 for k, v in vars(rows).items()})
+    result = head_loss(normed, head, empty, hidden, lambda h: h @ teacher_head.T, LossSettings("soft", K, 8))
+    result.loss.backward()
+    assert not normed.grad.any()
+
+
+def test_teacher_may_rule_tokens_out() -> None:
+    normed, head, hidden, teacher_head, rows = make(8)
+
+    def masked(h: Tensor) -> Tensor:
+        logits = h @ teacher_head.T
+        logits[:, 5] = -torch.inf
+        return logits
+
+    result = head_loss(normed, head, rows, hidden, masked, LossSettings("soft", K, 8))
+    result.loss.backward()
+    assert result.loss.isfinite()
+    assert normed.grad.isfinite().all()
+
+
+def test_no_gradient_is_computed_where_none_is_wanted() -> None:
+    normed, head, hidden, teacher_head, rows = make(8)
+    with torch.no_grad():
+        result = head_loss(normed, head, rows, hidden, lambda h: h @ teacher_head.T, LossSettings("soft", K, 8))
+    assert result.loss.grad_fn is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_compiled_slices(kind: str) -> None:
+    normed, head, hidden, teacher_head, rows = make(8)
+    found = []
+    for compiled in (False, True):
+        x, w = normed.detach().float().cuda().requires_grad_(), head.detach().float().cuda()
+        moved = LossRows(**{k: v.cuda() if isinstance(v, Tensor) else v for k, v in vars(rows).items()})
+        settings = LossSettings(kind, K, 8, compiled=compiled)  # type: ignore[arg-type]
+        t = teacher_head.float().cuda()
+        result = head_loss(x, w, moved, hidden.float().cuda(), lambda h, t=t: h @ t.T, settings, use_teacher=True)
+        result.loss.backward()
+        found.append((result.loss, x.grad, result.stats))
+    for plain, fast in zip(*found, strict=True):
+        assert torch.allclose(plain, fast, rtol=1e-3, atol=1e-5)
