@@ -1,15 +1,11 @@
 """The Triton kernels against their PyTorch form, on random ragged batches."""
 
-import os
-
 import pytest
 import torch
 
 from peagle.target.paged_attention import PagedBatch, paged_attention, write_kv
 
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 from peagle.kernels.paged_attention import paged_attention_triton, write_kv_triton  # noqa: E402
 
