@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, force):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "save_file", full)
-    with pytest.raises(InputError, match="cannot be written.*No space left"):
+    with pytest.raises(InputError, match="No space left"):
         convert_head(start, tmp_path / "there", "speculators", force=force)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     if force:
