@@ -12,9 +12,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from peagle.cli.convert import convert
 from peagle.cli.data import data_app
 from peagle.cli.demo import demo
 from peagle.cli.eval import evaluate
+from peagle.cli.inspect import inspect
 from peagle.cli.train import train
 from peagle.errors import InputError
 
@@ -46,6 +48,8 @@ app = typer.Typer(
 app.add_typer(data_app, name="data", short_help="Make and inspect training data.")
 app.command("train", short_help="Train a head on a target's answers.")(train)
 app.command("eval", short_help="Measure how many drafts heads get accepted.")(evaluate)
+app.command("inspect", short_help="Describe a head, and say what fits it.")(inspect)
+app.command("convert", short_help="Write a head in the native or the speculators layout.")(convert)
 app.command("demo", short_help="Watch plain, EAGLE-3 and P-EAGLE decoding.")(demo)
 
 

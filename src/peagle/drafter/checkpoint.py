@@ -374,19 +374,27 @@ def save_drafter(
     return final
 
 
-def check_fits(config: DrafterConfig, *, vocab_size: int, hidden_size: int, num_layers: int) -> None:
-    """Refuse a head that was made for another target, naming the key and both values."""
+def fit_problems(config: DrafterConfig, *, vocab_size: int, hidden_size: int, num_layers: int) -> list[str]:
+    """Why a head does not fit a target, each with the key and both values; empty when it fits."""
+    problems = []
     if config.target_hidden_size != hidden_size:
-        raise InputError(f"head: target_hidden_size {config.target_hidden_size}, but the target's is {hidden_size}")
+        problems.append(f"head: target_hidden_size {config.target_hidden_size}, but the target's is {hidden_size}")
     if config.vocab_size != vocab_size:
-        raise InputError(f"head: vocab_size {config.vocab_size}, but the target's is {vocab_size}")
+        problems.append(f"head: vocab_size {config.vocab_size}, but the target's is {vocab_size}")
     if config.hidden_size != hidden_size and not (config.own_embed_tokens and config.own_lm_head):
-        raise InputError(
+        problems.append(
             f"head: hidden_size {config.hidden_size} differs from the target's {hidden_size}, so it cannot share the "
             "target's embeddings or LM head, and it brings none of its own"
         )
     if max(config.aux_hidden_state_layer_ids) >= num_layers:
-        raise InputError(
+        problems.append(
             f"head: eagle_aux_hidden_state_layer_ids {list(config.aux_hidden_state_layer_ids)}, but the target has "
             f"{num_layers} layers"
         )
+    return problems
+
+
+def check_fits(config: DrafterConfig, *, vocab_size: int, hidden_size: int, num_layers: int) -> None:
+    """Refuse a head that was made for another target, naming the key and both values."""
+    for problem in fit_problems(config, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers):
+        raise InputError(problem)

@@ -1,0 +1,144 @@
+"""`peagle inspect`: what a head is, whether it fits, and what each engine needs to run it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from peagle.drafter.facts import HeadFacts
+    from peagle.target.facts import TargetFacts
+
+NOT_USABLE = 1  # exit status for a head with problems
+
+
+def inspect(
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="A head's folder or Hub id.")],
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="TARGET", help="Also say whether it fits this model (its config only is read)."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Describe a head from its config and its files' headers; no weights are read, and all problems are listed.
+
+    Exit status 1 when the head has problems or does not fit the target.
+    """
+    from peagle.drafter.facts import read_head_facts
+    from peagle.target.facts import read_target_facts
+
+    facts = read_head_facts(head)
+    content = describe_head(facts, None if target is None else read_target_facts(target))
+    if as_json:
+        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+    else:
+        typer.echo(as_text(content))
+    fit = content["target"]
+    if content["problems"] or (fit is not None and not fit["fits"]):
+        raise typer.Exit(NOT_USABLE)
+
+
+def describe_head(facts: HeadFacts, target: TargetFacts | None) -> dict[str, Any]:
+    """Everything that `peagle inspect` says, as JSON."""
+    from dataclasses import asdict
+
+    from peagle.vllm.needs import head_traits, target_problems, target_warnings, vllm_minimum, vllm_problems
+    from peagle.vllm.versions import known_problems
+
+    config = facts.config
+    problems = target_problems(facts, target) if target is not None else []
+    fit = None
+    if target is not None:
+        fits = config is not None and not problems and not facts.problems
+        fit = {**asdict(target), "fits": fits, "problems": problems, "warnings": target_warnings(facts, target)}
+    # only what hangs on this head: general remarks on vLLM are printed by serve and stand in the docs
+    known = [p for p in known_problems(None, head_traits(facts, target)) if p.trait != "any"]
+    return {
+        "head": facts.name,
+        "layout": facts.layout,
+        "kind": None if config is None else config.kind,
+        "made_for": facts.target_name or None,
+        "config": None if config is None else config.to_dict(),
+        "shares": shared_parts(facts),
+        "size_bytes": facts.num_bytes,
+        "num_parameters": facts.num_parameters,
+        "tensors": {name: [t.dtype, list(t.shape)] for name, t in sorted(facts.tensors.items())},
+        "problems": facts.problems,
+        "target": fit,
+        "engines": {
+            "peagle": {"loads": not facts.problems and not problems},
+            "vllm": {
+                "needs": vllm_minimum(facts),
+                "problems": vllm_problems(facts),
+                "known": [{"versions": p.versions, "what": p.what, "instead": p.instead} for p in known],
+            },
+        },
+    }
+
+
+def shared_parts(facts: HeadFacts) -> list[str]:
+    """What the head takes from the target instead of bringing it."""
+    if facts.config is None:
+        return []
+    own = {"embeddings": facts.config.own_embed_tokens, "LM head": facts.config.own_lm_head}
+    return [part for part, present in own.items() if not present]
+
+
+def human_size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def as_text(content: dict[str, Any]) -> str:
+    """The same for reading."""
+    from peagle.bench.tables import align
+
+    config = content["config"]
+    rows = [["head", content["head"]], ["layout", content["layout"] or "unknown"]]
+    if config is not None:
+        kind = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3"}[config["kind"]]
+        reduced = config["draft_vocab_size"] != config["vocab_size"]
+        vocabulary = f"{config['draft_vocab_size']} of {config['vocab_size']} tokens" if reduced else "the target's"
+        norms = [name for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if config[name]]
+        rope = config["rope_parameters"]
+        rows += [
+            ["kind", kind],
+            ["layers", str(config["num_hidden_layers"])],
+            ["hidden size", f"{config['hidden_size']} (target {config['target_hidden_size']})"],
+            ["K trained", str(config["k_train"] or "not said")],
+            ["mask token", "none" if config["mask_token_id"] is None else str(config["mask_token_id"])],
+            ["auxiliary layers", ", ".join(map(str, config["aux_hidden_state_layer_ids"]))],
+            ["draft vocabulary", vocabulary],
+            ["options", ", ".join(norms) or "none"],
+            ["longest sequence", f"{config['max_position_embeddings']} (RoPE {rope['rope_type']})"],
+        ]
+    rows += [
+        ["shared with the target", " and ".join(content["shares"]) or "nothing"],
+        ["size", f"{human_size(content['size_bytes'])}, {content['num_parameters'] / 1e6:.1f}M parameters"],
+        ["tensors", str(len(content["tensors"]))],
+        ["made for", content["made_for"] or "not said"],
+    ]
+    lines = [align(rows, left=2)]
+    if content["tensors"]:
+        shapes = [["", name, t[0], "x".join(map(str, t[1]))] for name, t in content["tensors"].items()]
+        lines.append(align(shapes, left=4))
+    fit = content["target"]
+    if fit is not None:
+        verdict = "fits" if fit["fits"] else "does not fit"
+        lines.append(f"target {fit['name']} ({fit['model_type']}, {fit['num_layers']} layers): {verdict}")
+        lines[-1] += "".join(f"\n  {text}" for text in (*fit["problems"], *fit["warnings"]))
+    problems = content["problems"]
+    lines.append("problems: none" if not problems else "problems:" + "".join(f"\n  {text}" for text in problems))
+    vllm = content["engines"]["vllm"]
+    loads = "loads it" if content["engines"]["peagle"]["loads"] else "does not load it"
+    engines = f"peagle: {loads}\nvLLM: needs {vllm['needs']}"
+    engines += "".join(f"\n  {text}" for text in vllm["problems"])
+    engines += "".join(f"\n  {p['versions']}: {p['what']}; {p['instead']}" for p in vllm["known"])
+    lines.append(engines)
+    return "\n\n".join(lines)

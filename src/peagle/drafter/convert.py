@@ -1,0 +1,123 @@
+"""A head from one layout to the other, without loss: every tensor keeps its bits, only names and the config change."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from peagle.drafter.checkpoint import (
+    Layout,
+    _module_name,
+    _read_json,
+    config_json,
+    load_drafter,
+    read_config,
+    read_tensors,
+    resolve_head,
+    t2d_of,
+)
+from peagle.drafter.facts import _target_name
+from peagle.errors import InputError
+
+# Files that belong to a head in any layout and are not copied: they are written anew.
+WRITTEN = {"config.json", "model.safetensors", "model.safetensors.index.json"}
+
+
+def layout_name(name: str, layout: Layout) -> str:
+    """A tensor's name in a layout, from its name in either."""
+    name = _module_name(name)
+    if layout == "native" and name.startswith("layers.0."):
+        return name.replace("layers.0.", "midlayer.", 1)
+    return name
+
+
+def converted_tensors(tensors: dict[str, Tensor], layout: Layout, vocab_size: int) -> dict[str, Tensor]:
+    """The same tensors under the layout's names. A missing t2d is made from d2t, which says the same."""
+    converted = {layout_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}
+    if len(converted) < len(tensors):
+        raise InputError("head: two of its tensors have the same name in the other layout")
+    if "d2t" in converted and "t2d" not in converted:
+        converted["t2d"] = t2d_of(converted["d2t"], vocab_size)
+    return converted
+
+
+def convert_head(
+    head: str | os.PathLike[str], output: str | os.PathLike[str], layout: Layout, force: bool = False
+) -> Path:
+    """Write `head` (a folder or a Hub id) to the folder `output` in a layout, whole or not at all.
+
+    The head is loaded first, so that what does not work is refused and not converted. Other files of the folder (a
+    model card) are copied. An existing output is refused, or with `force` replaced as a whole. Raises InputError.
+    """
+    if layout not in ("native", "speculators"):
+        raise InputError(f"--layout: got {layout!r}, expected native or speculators")
+    source = resolve_head(head)
+    final = Path(output).expanduser()
+    if final.exists() and not force:
+        raise InputError(f"output: {final} exists, expected a new folder (or --force to replace it)")
+    if final.exists() and (not final.is_dir() or not (final / "config.json").is_file()) and any_content(final):
+        raise InputError(f"output: {final} is not a head's folder, it is not replaced")
+    if final.exists() and final.resolve() == source.resolve():
+        raise InputError(f"output: {final} is the head itself, expected another folder")
+    loaded = load_drafter(source)
+    raw = _read_json(source / "config.json")
+    config = replace(read_config(source), own_embed_tokens=loaded.config.own_embed_tokens, dtype=loaded.config.dtype)
+    tensors = converted_tensors(read_tensors(source), layout, config.vocab_size)
+    del loaded
+    work: Path | None = None
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+        for file in sorted(source.iterdir()):
+            if file.is_file() and file.name not in WRITTEN and file.suffix != ".safetensors":
+                shutil.copyfile(file, work / file.name)
+        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        os.chmod(work / "model.safetensors", 0o644)  # safetensors writes 0600
+        text = json.dumps(
+            converted_config(raw, config_json(config, layout, _target_name(raw))), indent=2, sort_keys=True
+        )
+        (work / "config.json").write_text(text + "\n")
+        os.chmod(work, 0o755)
+        put_in_place(work, final)
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
+        raise InputError(f"output: {final} cannot be written ({error})") from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+    return final
+
+
+def converted_config(raw: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """The new config with what the old one says of the target and its makers beyond what a head needs."""
+    if "speculators_config" in written and isinstance(raw.get("speculators_config"), dict):
+        written["speculators_config"] |= raw["speculators_config"]
+    return written
+
+
+def any_content(path: Path) -> bool:
+    return not path.is_dir() or any(path.iterdir())
+
+
+def put_in_place(work: Path, final: Path) -> None:
+    """Move a complete folder to its name; what stood there is taken away only once the new one stands."""
+    if not final.exists():
+        work.rename(final)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{final.name}.old.", dir=final.parent))
+    final.rename(old / "head")
+    try:
+        work.rename(final)
+    except OSError:
+        (old / "head").rename(final)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
