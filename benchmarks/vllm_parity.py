@@ -12,19 +12,24 @@ JSON files with it. Compared are:
 - AL, as each engine counts it: 1 + accepted / drafts. vLLM counts what was verified, ours what was kept when a stop or
   a length limit cuts a run, so AL of vLLM also has the tokens behind the end of an answer;
 - kept/step: (output tokens - answers) / decoding steps, which both count alike (the first token of an answer comes from
-  the prefill). A step that had no drafts because a single token was left is not counted here, nor its token.
+  the prefill). A step without drafts, because a single token was left, is not among the steps.
+
+On a CPU each decoding takes minutes. With --work FOLDER each one's result is kept there, and a run that was broken off
+goes on from what is there; without it they last until the program ends. Vary nothing but heads and K between runs that
+share a folder: a result is taken when engine, target, prompts and settings are the same, whatever the code.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +101,21 @@ def ask_vllm(python: str, job: dict[str, Any]) -> dict[str, Any]:
         return json.loads(out.read_text())
 
 
+def once(work: Path | None, engine: str, job: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`run()`, or what it gave for the same job in an earlier run."""
+    if work is None:
+        return run()
+    key = hashlib.sha256(json.dumps([engine, job], sort_keys=True).encode()).hexdigest()[:16]
+    kept = work / f"{engine}-{key}.json"
+    if not kept.is_file():
+        work.mkdir(parents=True, exist_ok=True)
+        result = run()
+        part = kept.with_suffix(".part")
+        part.write_text(json.dumps(result))
+        os.replace(part, kept)
+    return json.loads(kept.read_text())
+
+
 def compare(target: Any, prompts: list[list[int]], plain: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
     """How many answers are the same, and every first divergence with its logit gap."""
     from peagle.engine.parity import first_divergence, logit_gap
@@ -143,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep each decoding's result, and go on from them")
     parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args(argv)
 
@@ -165,8 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chat = Chat(target)
     prompts = [chat.first(prompt) for prompt in load_prompts([prompt_spec(spec) for spec in args.prompts])]
 
-    def vllm(speculative: dict[str, Any] | None) -> dict[str, Any]:
-        job = {
+    def job(speculative: dict[str, Any] | None) -> dict[str, Any]:
+        return {
             "target": target_folder,
             "dtype": args.dtype,
             "max_model_len": args.max_model_len,
@@ -175,11 +196,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             "speculative_config": speculative,
             "prompts": prompts,
         }
-        return ask_vllm(args.vllm_python, job)
+
+    def vllm(speculative: dict[str, Any] | None) -> dict[str, Any]:
+        asked = job(speculative)
+        return once(args.work, "vllm", asked, lambda: ask_vllm(args.vllm_python, asked))
 
     def ours(speculative: dict[str, Any] | None) -> dict[str, Any]:
-        limits = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
-        llm = LLM(target, speculative, **limits)
+        return once(args.work, "ours", job(speculative), lambda: run_ours(speculative))
+
+    def run_ours(speculative: dict[str, Any] | None) -> dict[str, Any]:
+        llm = LLM(target, speculative, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs)
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         started = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
@@ -240,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[name] = row
     print("\n" + align(table) + "\n\n" + "\n".join(lines))
     if args.json is not None:
-        settings = {key: value for key, value in vars(args).items() if key not in ("json", "vllm_python")}
+        settings = {key: value for key, value in vars(args).items() if key not in ("json", "vllm_python", "work")}
         machine = machine_facts(target.device, target.dtype)
         content = {"settings": settings, "machine": machine, "prompts": prompts, "plain": plain, "results": results}
         write_json(args.json, content | {"plain_vllm": plain_vllm, "plain_ours": plain_ours})

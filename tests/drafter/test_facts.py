@@ -1,5 +1,6 @@
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,3 +165,39 @@ def test_a_shared_lm_head_is_written_for_a_reduced_vocabulary(tmp_path):
 def test_expected_shapes_make_no_tensor():
     config = make_drafter().config
     assert expected_shapes(config)["fc.weight"] == (32, 96)
+
+
+def test_from_the_hub_only_config_and_headers_are_fetched(head, monkeypatch):
+    import huggingface_hub
+
+    tensors = load_file(head / "model.safetensors")
+    headers = {name: SimpleNamespace(shape=list(t.shape), dtype="BF16") for name, t in tensors.items()}
+    fetched = []
+
+    def not_cached(*_args, local_files_only=False, **_kwargs):
+        assert local_files_only
+        raise FileNotFoundError("not cached")
+
+    def one_file(_name, file):
+        fetched.append(file)
+        return str(head / file)
+
+    class Api:
+        def get_safetensors_metadata(self, _name):
+            return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=headers)})
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", not_cached)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", one_file)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    facts = read_head_facts("owner/name")
+    assert fetched == ["config.json"]
+    local = read_head_facts(head)
+    assert (facts.config, facts.problems) == (local.config, [])
+    assert facts.num_bytes == sum(2 * t.numel() for t in tensors.values())
+
+
+def test_the_hubs_cached_copy_is_taken_where_there_is_one(head, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_args, **_kwargs: str(head))
+    assert read_head_facts("owner/name").problems == []

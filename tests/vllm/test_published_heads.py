@@ -18,7 +18,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.drafter import Drafter, load_drafter, save_drafter
-from peagle.drafter.checkpoint import check_fits, read_config
+from peagle.drafter.checkpoint import check_fits, parse_config, read_config
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.facts import expected_shapes, read_head_facts
 from peagle.engine import Engine
@@ -189,9 +189,8 @@ def test_full_size_forward_without_weights(name):
 
 
 def _parse(head: Published) -> DrafterConfig:
-    from peagle.drafter.checkpoint import _config_from
 
-    return _config_from(head.config_json())
+    return parse_config(head.config_json())
 
 
 def test_only_the_20b_needs_the_kv_group_fix(tmp_path):

@@ -50,7 +50,8 @@ def resolve_head(path: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a head's file. Raises InputError naming the file."""
     if not path.is_file():
         raise InputError(f"head: {path} is missing, expected a folder with config.json and *.safetensors")
     try:
@@ -92,16 +93,17 @@ def _rope(layer: dict[str, Any]) -> dict[str, Any]:
 def read_config(folder: Path) -> DrafterConfig:
     """The config of a head in either layout, without its tensors (own embeddings and LM head are told by those)."""
     path = folder / "config.json"
-    raw = _read_json(path)
+    raw = read_json(path)
     try:
-        return _config_from(raw)
+        return parse_config(raw)
     except KeyError as error:
         raise InputError(f"{error.args[0]}: missing in {path}") from error
     except (TypeError, AttributeError, IndexError) as error:
         raise InputError(f"head: {path} holds a value of the wrong type ({error})") from error
 
 
-def _config_from(raw: dict[str, Any]) -> DrafterConfig:
+def parse_config(raw: dict[str, Any]) -> DrafterConfig:
+    """A head's config from the content of config.json in either layout; a KeyError names a missing key."""
     kind: Kind
     own = raw.get("peagle") or {}  # what this package notes beside the keys that others read
     k_train = own.get("k_train")
@@ -164,7 +166,7 @@ def _config_from(raw: dict[str, Any]) -> DrafterConfig:
     )
 
 
-def _module_name(name: str) -> str:
+def module_name(name: str) -> str:
     """A checkpoint's tensor name -> this module's."""
     name = name.removeprefix("model.")
     return name.replace("midlayer.", "layers.0.", 1)
@@ -189,7 +191,7 @@ def load_drafter(
     if kind is not None and config.kind != kind:
         wanted = "parallel_drafting" if kind == "p-eagle" else "no parallel_drafting"
         raise InputError(f"head: {path} is of kind {config.kind}, but the speculative config says {wanted} ({kind})")
-    tensors = {_module_name(name): tensor for name, tensor in read_tensors(folder).items()}
+    tensors = {module_name(name): tensor for name, tensor in read_tensors(folder).items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
     if config.kind == "p-eagle" and "mask_hidden" not in tensors:
         raise InputError(f"mask_hidden: missing in {folder}, expected a tensor of {config.aux_size} values")

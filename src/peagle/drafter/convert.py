@@ -16,16 +16,16 @@ from torch import Tensor
 
 from peagle.drafter.checkpoint import (
     Layout,
-    _module_name,
-    _read_json,
     config_json,
     load_drafter,
+    module_name,
     read_config,
+    read_json,
     read_tensors,
     resolve_head,
     t2d_of,
 )
-from peagle.drafter.facts import _target_name
+from peagle.drafter.facts import named_target
 from peagle.errors import InputError
 
 # Files that belong to a head in any layout and are not copied: they are written anew.
@@ -34,7 +34,7 @@ WRITTEN = {"config.json", "model.safetensors", "model.safetensors.index.json"}
 
 def layout_name(name: str, layout: Layout) -> str:
     """A tensor's name in a layout, from its name in either."""
-    name = _module_name(name)
+    name = module_name(name)
     if layout == "native" and name.startswith("layers.0."):
         return name.replace("layers.0.", "midlayer.", 1)
     return name
@@ -69,7 +69,7 @@ def convert_head(
     if final.exists() and final.resolve() == source.resolve():
         raise InputError(f"output: {final} is the head itself, expected another folder")
     loaded = load_drafter(source)
-    raw = _read_json(source / "config.json")
+    raw = read_json(source / "config.json")
     config = replace(read_config(source), own_embed_tokens=loaded.config.own_embed_tokens, dtype=loaded.config.dtype)
     tensors = converted_tensors(read_tensors(source), layout, config.vocab_size)
     del loaded
@@ -83,7 +83,7 @@ def convert_head(
         save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
         os.chmod(work / "model.safetensors", 0o644)  # safetensors writes 0600
         text = json.dumps(
-            converted_config(raw, config_json(config, layout, _target_name(raw))), indent=2, sort_keys=True
+            converted_config(raw, config_json(config, layout, named_target(raw))), indent=2, sort_keys=True
         )
         (work / "config.json").write_text(text + "\n")
         os.chmod(work, 0o755)

@@ -23,9 +23,9 @@ from peagle.drafter.checkpoint import (
     NATIVE_ARCHITECTURE,
     READABLE_ARCHITECTURES,
     Layout,
-    _config_from,
-    _module_name,
     check_d2t,
+    module_name,
+    parse_config,
 )
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
@@ -64,7 +64,7 @@ class HeadFacts:
     @property
     def num_parameters(self) -> int:
         """Numbers in the tensors that inference computes with: mappings and tensors it ignores left out."""
-        names = ((name, _module_name(name)) for name in self.tensors)
+        names = ((name, module_name(name)) for name in self.tensors)
         return sum(prod(self.tensors[n].shape) for n, m in names if m != "d2t" and not IGNORED.search(m))
 
 
@@ -99,7 +99,7 @@ def _from_folder(name: str, folder: Path) -> HeadFacts:
                 for key in opened.keys():  # noqa: SIM118
                     view = opened.get_slice(key)
                     facts.tensors[key] = _tensor(tuple(view.get_shape()), view.get_dtype())
-                    if _module_name(key) == "d2t":  # a mapping, small
+                    if module_name(key) == "d2t":  # a mapping, small
                         d2t = opened.get_tensor(key)
         except (SafetensorError, OSError) as error:
             facts.problems.append(f"{file.name}: cannot be read, it may be truncated or damaged ({error})")
@@ -145,12 +145,12 @@ def _understand(facts: HeadFacts, raw: Any, d2t: torch.Tensor | None) -> None:
         facts.problems.append(f"config.json: holds {type(raw).__name__}, expected a JSON object")
     elif raw is not None:
         facts.layout = "speculators" if "speculators_model_type" in raw else "native"
-        facts.target_name = _target_name(raw)
+        facts.target_name = named_target(raw)
         wrong = config_problems(raw)
         facts.problems += wrong
         if not wrong:
             facts.config = _parsed(raw, facts)
-    names = {_module_name(name) for name in facts.tensors}
+    names = {module_name(name) for name in facts.tensors}
     if facts.config is None:  # no shapes to expect, but these are needed by any head
         parallel = isinstance(raw, dict) and (
             raw.get("parallel_drafting") or raw.get("speculators_model_type") == "peagle"
@@ -173,7 +173,7 @@ def _understand(facts: HeadFacts, raw: Any, d2t: torch.Tensor | None) -> None:
                 facts.problems.append(str(error))
 
 
-def _target_name(raw: dict[str, Any]) -> str:
+def named_target(raw: dict[str, Any]) -> str:
     """The target that the checkpoint names, if it does."""
     own, spec = raw.get("peagle"), raw.get("speculators_config")
     verifier = spec.get("verifier") if isinstance(spec, dict) else None
@@ -185,7 +185,7 @@ def _target_name(raw: dict[str, Any]) -> str:
 
 def _parsed(raw: dict[str, Any], facts: HeadFacts) -> DrafterConfig | None:
     try:
-        return _config_from(raw)
+        return parse_config(raw)
     except KeyError as error:
         facts.problems.append(f"{error.args[0]}: missing")
     except InputError as error:
@@ -252,7 +252,7 @@ def tensor_problems(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]
     The same rules as `load_drafter`, which stops at the first.
     """
     problems = []
-    found = {_module_name(name): shape for name, shape in shapes.items()}
+    found = {module_name(name): shape for name, shape in shapes.items()}
     found = {name: shape for name, shape in found.items() if not IGNORED.search(name)}
     expected = expected_shapes(config)
     if config.kind == "eagle3" and "mask_hidden" in found:
