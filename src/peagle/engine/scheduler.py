@@ -13,6 +13,9 @@ from peagle.engine.kv_cache import BlockManager
 from peagle.engine.plan import LaneSetup, StepPlan
 from peagle.engine.request import Request, Status
 
+# Rows a step of a request that asks for prompt_logprobs: each of them needs the logits of the whole vocabulary.
+PROMPT_LOGPROB_ROWS = 256
+
 
 @dataclass(slots=True)
 class Schedule:
@@ -24,7 +27,7 @@ class Schedule:
 
 
 def lane_setup(request: Request) -> LaneSetup:
-    params = request.params
+    params, bias = request.params, request.params.logit_bias or {}
     return LaneSetup(
         lane=request.lane,
         token_ids=request.token_ids,
@@ -34,6 +37,15 @@ def lane_setup(request: Request) -> LaneSetup:
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         seed=request.seed,
+        num_prompt=request.num_prompt,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=(tuple(bias), tuple(bias.values())),
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+        prompt_logprobs_from=len(request.prompt_logprobs or [None]),
         # the n-th output token (from 1) stands at position num_prompt + n - 1 and may stop from n = min_tokens on
         ban_until=request.num_prompt + params.min_tokens - 1 if params.min_tokens > 0 else 0,
         ban_ids=tuple(sorted(request.stop_ids)) if params.min_tokens > 0 else (),
@@ -93,6 +105,8 @@ class Scheduler:
         plan = schedule.plan
         remaining = len(request.token_ids) - request.num_computed
         rows = min(remaining, budget)
+        if request.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt:
+            rows = min(rows, PROMPT_LOGPROB_ROWS)
         samples = rows == remaining
         drafts = min(request.num_drafts, budget - rows) if samples else 0
         schedule.requests.append(request)
