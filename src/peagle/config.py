@@ -76,7 +76,8 @@ class EngineConfig:
     on a CPU, and never less than max_num_seqs. num_kv_blocks None: from gpu_memory_utilization of the card's memory, or
     cpu_kv_cache_gib of the host's. seed: of requests that bring none. num_scheduler_steps: decoding steps between two
     looks of the host; more is faster for large batches without speculation, and tokens arrive in bursts. max_logprobs:
-    the most logprobs or prompt_logprobs that a request may ask for a token, -1 for no limit.
+    the most logprobs or prompt_logprobs that a request may ask for a token, -1 for no limit. enable_prefix_caching: a
+    prompt's beginning that was computed before, for any request, is not computed again.
     """
 
     max_model_len: int | None = None
@@ -87,6 +88,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_gib: float = 1.0
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
     num_scheduler_steps: int = 1
     max_logprobs: int = 20
     seed: int = 0

@@ -83,7 +83,14 @@ class Engine:
         steps = config.num_scheduler_steps
         if drafter is not None and steps > 1:
             raise InputError(f"num_scheduler_steps: got {steps}, expected 1 with speculative decoding")
-        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, budget, config.enable_chunked_prefill, steps)
+        self.scheduler = Scheduler(
+            self.blocks,
+            config.max_num_seqs,
+            budget,
+            config.enable_chunked_prefill,
+            steps,
+            config.enable_prefix_caching,
+        )
         self.runner = Runner(
             target,
             drafter,
@@ -223,6 +230,8 @@ class Engine:
         """Run one step; what it added to each request that got tokens. An empty list when there is nothing to do."""
         schedule = self.scheduler.schedule()
         self.stats.num_preemptions += len(schedule.preempted)
+        self.stats.prefix_cache_queries += schedule.cache_queries
+        self.stats.prefix_cache_hits += schedule.cache_hits
         if not schedule.requests:
             return []
         result = self.runner.execute(schedule.plan)
@@ -239,12 +248,14 @@ class Engine:
                 request.prompt_logprobs += [self._named(report) for report in result.prompt_logprobs.get(i, ())]
             if not plan.samples[i]:
                 request.num_computed = computed
+                self.scheduler.cache_computed(request)
                 continue
             drafted, accepted = plan.num_drafts[i], result.num_accepted[i]
             request.num_computed = computed - drafted + accepted
             request.num_drafts = result.num_drafts[i]
             new = result.tokens[i][: accepted + 1]
             kept = request.append(new)
+            self.scheduler.cache_computed(request)
             # a run that an end cuts short counts only for what was kept of it
             from_drafts = min(accepted, kept) if drafted else 0
             if drafted:

@@ -153,6 +153,7 @@ class LLM:
             [self._completion(request, i) for i, request in enumerate(group)],
             metrics=metrics,
             prompt_logprobs=group[0].prompt_logprobs,
+            num_cached_tokens=max(group[0].num_cached_tokens, 0),
         )
 
     def _completion(self, request: Request, index: int) -> CompletionOutput:

@@ -59,7 +59,8 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestOutput:
     """A finished request with its n completions; metrics are over all of them. prompt is None when it was given as
-    token ids. prompt_logprobs: one entry a prompt token, None for the first."""
+    token ids. prompt_logprobs: one entry a prompt token, None for the first. num_cached_tokens: prompt
+    tokens that came from the prefix cache."""
 
     request_id: str
     prompt: str | None
@@ -68,3 +69,4 @@ class RequestOutput:
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     finished: bool = True
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int = 0

@@ -26,7 +26,8 @@ class Request:
     max_total_tokens: prompt and output together never exceed it. num_speculative_tokens: the request's own K.
     stop_ids: the tokens that end it (end-of-sequence unless ignored, and stop_token_ids). num_logprobs,
     num_prompt_logprobs: how many of the likeliest tokens to report, -1 for no report. logprobs, prompt_logprobs: the
-    reports so far, None when not asked for.
+    reports so far, None when not asked for. block_keys: of its full blocks, the first num_keyed_blocks of which are
+    entered in the prefix cache; num_cached_tokens: how many came from there when it first ran, -1 before that.
     """
 
     request_id: str
@@ -47,6 +48,9 @@ class Request:
     num_drafts: int = 0
     lane: int = -1
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_keyed_blocks: int = 0
+    num_cached_tokens: int = -1
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -65,6 +69,10 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
+
+    @property
+    def waits_for_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
     def append(self, new: list[int]) -> int:
         """Append tokens up to and including the one that ends the request; returns how many were kept.
