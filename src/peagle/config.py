@@ -75,7 +75,9 @@ class EngineConfig:
     max_model_len None: the model's length, or what the KV cache holds. max_num_batched_tokens None: 8192 on a GPU, 1024
     on a CPU, and never less than max_num_seqs. num_kv_blocks None: from gpu_memory_utilization of the card's memory, or
     cpu_kv_cache_gib of the host's. seed: of requests that bring none. num_scheduler_steps: decoding steps between two
-    looks of the host; more is faster for large batches without speculation, and tokens arrive in bursts.
+    looks of the host; more is faster for large batches without speculation, and tokens arrive in bursts. max_logprobs:
+    the most logprobs or prompt_logprobs that a request may ask for a token, -1 for no limit. enable_prefix_caching: a
+    prompt's beginning that was computed before, for any request, is not computed again.
     """
 
     max_model_len: int | None = None
@@ -86,7 +88,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_gib: float = 1.0
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
     num_scheduler_steps: int = 1
+    max_logprobs: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,6 +98,8 @@ class EngineConfig:
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks"):
             _check_positive(name, getattr(self, name), or_none=True)
+        if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
+            raise InputError(f"max_logprobs: got {self.max_logprobs!r}, expected -1 (no limit) or 0 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InputError(
                 f"gpu_memory_utilization: got {self.gpu_memory_utilization}, expected a number above 0 and at most 1"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from peagle.kernels.draft_batch import (
     copy_hidden_states,
     drop_rejected_rows,
     expand_draft_batch,
+    expand_draft_batch_on_host,
 )
 
 MASK = 999
@@ -54,10 +56,10 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(rows, first, rejected, wanted, takes_part, mask_rows, block_size, tokens, following, tables)
 
 
-def run(case: Case) -> DraftBatch:
+def run(case: Case, expand: Callable[..., DraftBatch] = expand_draft_batch) -> DraftBatch:
     start = torch.tensor([0, *case.rows]).cumsum(0)
     positions = torch.cat([torch.arange(f, f + r) for f, r in zip(case.first, case.rows, strict=True)])
-    return expand_draft_batch(
+    return expand(
         case.tokens,
         positions,
         start.int(),
@@ -146,6 +148,17 @@ def test_dropping_the_padding(case: Case) -> None:
             old = int(whole.sample_rows[r, j])
             if not whole.is_rejected[old]:
                 assert rows[int(batch.sample_rows[r, j])] == padded[old]
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_on_the_host(case: Case) -> None:
+    """The NumPy form gives the same tensors, types included."""
+    expected, ours = drop_rejected_rows(run(case)), run(case, expand_draft_batch_on_host)
+    for field in fields(DraftBatch):
+        a, b = getattr(ours, field.name), getattr(expected, field.name)
+        assert a.dtype == b.dtype, field.name
+        assert torch.equal(a, b), field.name
 
 
 def test_hidden_states() -> None:

@@ -62,7 +62,7 @@ def run_demo(settings: DemoSettings) -> dict[str, Any]:
     if settings.sweep:
         points = _sweep(engines, prompt_ids, settings.max_tokens, screen)
         best |= {name: demo.best_k([point for point in points if point.name == name]) for name in engines}
-    plain = load_engine(target, config=EngineConfig(max_num_seqs=1, max_model_len=max_model_len))
+    plain = load_engine(target, config=_engine_config(max_model_len))
     modes = [demo.Mode("plain", 0, plain)]
     modes += [demo.Mode(name, best[name], engine(best[name])) for name, engine in engines.items()]
 
@@ -107,9 +107,14 @@ def _length_needed(target: Target, prompt_ids: Sequence[Sequence[int]], max_toke
     return min(longest + max_tokens, target.max_model_len)
 
 
+def _engine_config(max_model_len: int) -> EngineConfig:
+    """One request at a time; without prefix caching, because prompts are answered more than once and timed."""
+    return EngineConfig(max_num_seqs=1, max_model_len=max_model_len, enable_prefix_caching=False)
+
+
 def _engines(target: Target, head: str, parallel: bool, max_model_len: int) -> Callable[[int], Engine]:
     """Engines for one request at a time around the one loaded target, by K."""
-    config = EngineConfig(max_num_seqs=1, max_model_len=max_model_len)
+    config = _engine_config(max_model_len)
     return lambda k: load_engine(target, SpeculativeConfig(head, k, parallel_drafting=parallel), config=config)
 
 

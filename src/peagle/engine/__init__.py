@@ -2,7 +2,7 @@
 
 from peagle.engine.engine import Engine
 from peagle.engine.llm import LLM
-from peagle.engine.outputs import CompletionOutput, RequestOutput, StepOutput
+from peagle.engine.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput
 from peagle.engine.sampling_params import SamplingParams
 from peagle.engine.stats import EngineStats, SpecMetrics
 
@@ -11,6 +11,7 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineStats",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
     "SpecMetrics",

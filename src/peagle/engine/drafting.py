@@ -13,8 +13,8 @@ from peagle.kernels.draft_batch import (
     PADDING_SLOT_ID,
     DraftBatch,
     copy_hidden_states,
-    drop_rejected_rows,
     expand_draft_batch,
+    expand_draft_batch_on_host,
 )
 from peagle.target.paged_attention import KVCache, PagedBatch, attend_paged
 
@@ -62,7 +62,8 @@ class DraftPass:
 
         Also enters the accepted rows into the drafter's cache, over the MTP rows that stood there.
         """
-        batch = expand_draft_batch(
+        expand = expand_draft_batch_on_host if verified.token_ids.device.type == "cpu" else expand_draft_batch
+        batch = expand(
             verified.token_ids,
             target.positions,
             target.query_start,
@@ -75,8 +76,6 @@ class DraftPass:
             self.num_drafts - 1 if self.parallel else 0,
             self.drafter.config.mask_token_id or 0,
         )
-        if batch.token_ids.device.type == "cpu":
-            batch = drop_rejected_rows(batch)
         hidden = copy_hidden_states(
             self.drafter.combine(verified.aux), self.mask_state, batch.hidden_rows, batch.is_masked
         )

@@ -12,8 +12,8 @@ from peagle.drafter.model import Drafter
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.kv_cache import BlockManager
 from peagle.engine.memory import fit_model_len, num_kv_blocks
-from peagle.engine.outputs import StepOutput
-from peagle.engine.plan import StepResult
+from peagle.engine.outputs import Logprob, PositionLogprobs, StepOutput
+from peagle.engine.plan import StepResult, TokenLogprobs
 from peagle.engine.request import Request, Status
 from peagle.engine.runner import Runner
 from peagle.engine.sampling_params import MAX_SEED, SamplingParams
@@ -83,7 +83,14 @@ class Engine:
         steps = config.num_scheduler_steps
         if drafter is not None and steps > 1:
             raise InputError(f"num_scheduler_steps: got {steps}, expected 1 with speculative decoding")
-        self.scheduler = Scheduler(self.blocks, config.max_num_seqs, budget, config.enable_chunked_prefill, steps)
+        self.scheduler = Scheduler(
+            self.blocks,
+            config.max_num_seqs,
+            budget,
+            config.enable_chunked_prefill,
+            steps,
+            config.enable_prefix_caching,
+        )
         self.runner = Runner(
             target,
             drafter,
@@ -96,6 +103,7 @@ class Engine:
         )
         self.stats = EngineStats()
         self.requests: dict[str, Request] = {}
+        self._decoded: dict[int, str] = {}  # token ids that logprobs have been reported of
         self._seeds = np.random.default_rng(config.seed)
 
     def add_request(
@@ -105,7 +113,7 @@ class Engine:
         params: SamplingParams | None = None,
         stream_text: bool = False,
     ) -> Request:
-        """Queue a request. Raises InputError for a prompt that cannot be run, before anything has changed.
+        """Queue a request, one completion. Raises InputError for one that cannot be run, before anything has changed.
 
         stream_text: steps report the text that may be sent (`StepOutput.new_text`). The returned request is for
         reading; it stays valid after it has finished.
@@ -116,9 +124,12 @@ class Engine:
             raise InputError(f"request_id: {request_id!r} is in use already, expected a new one")
         if params.stop_strings and self.target.tokenizer is None:
             raise InputError("stop: the model has no tokenizer, so strings cannot be looked for; use stop_token_ids")
-        for name in params.stop_token_ids or ():
-            if name >= self.target.vocab_size:
-                raise InputError(f"stop_token_ids: got {name}, expected ids below {self.target.vocab_size}")
+        for field, ids in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", params.logit_bias or ())):
+            for token in ids:
+                if token >= self.target.vocab_size:
+                    raise InputError(f"{field}: got {token}, expected ids below {self.target.vocab_size}")
+        if params.n != 1:
+            raise InputError(f"n: got {params.n}, expected 1 a request (SamplingParams.completions gives them)")
         room = self.max_model_len - len(prompt)
         own_k = params.num_speculative_tokens
         request = Request(
@@ -132,6 +143,8 @@ class Engine:
             eos_token_ids=self.target.eos_token_ids,
             seed=params.seed if params.seed is not None else int(self._seeds.integers(MAX_SEED)),
             stream_text=stream_text,
+            num_logprobs=self._num_logprobs("logprobs", params.logprobs),
+            num_prompt_logprobs=self._num_logprobs("prompt_logprobs", params.prompt_logprobs),
         )
         if params.stop_strings or stream_text:
             request.detokenizer = self._detokenizer(request)
@@ -139,6 +152,31 @@ class Engine:
         self.scheduler.add(request)
         self.stats.num_prompt_tokens += len(prompt)
         return request
+
+    def _num_logprobs(self, name: str, asked: int | None) -> int:
+        """How many of the likeliest tokens to report, -1 for no report."""
+        if asked is None:
+            return -1
+        count = self.target.vocab_size if asked == -1 else asked
+        limit = self.config.max_logprobs
+        if count > (self.target.vocab_size if limit == -1 else limit):
+            raise InputError(f"{name}: got {asked}, expected at most {limit} (max_logprobs)")
+        return min(count, self.target.vocab_size)
+
+    def _named(self, report: TokenLogprobs) -> PositionLogprobs:
+        """A report in vLLM's shape: the token itself first, then the likeliest, which have their ranks by order."""
+        ids, values = report.token_ids, report.logprobs
+        found = {ids[0]: Logprob(values[0], report.rank, self._decode(ids[0]))}
+        for rank, (token, logprob) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
+            found[token] = Logprob(logprob, rank, self._decode(token))
+        return found
+
+    def _decode(self, token: int) -> str | None:
+        if self.target.tokenizer is None:
+            return None
+        if token not in self._decoded:
+            self._decoded[token] = str(self.target.tokenizer.decode([token]))
+        return self._decoded[token]
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         prompt = [int(token) for token in prompt_token_ids]
@@ -192,6 +230,8 @@ class Engine:
         """Run one step; what it added to each request that got tokens. An empty list when there is nothing to do."""
         schedule = self.scheduler.schedule()
         self.stats.num_preemptions += len(schedule.preempted)
+        self.stats.prefix_cache_queries += schedule.cache_queries
+        self.stats.prefix_cache_hits += schedule.cache_hits
         if not schedule.requests:
             return []
         result = self.runner.execute(schedule.plan)
@@ -204,14 +244,18 @@ class Engine:
         finished: list[Request] = []
         for i, request in enumerate(schedule.requests):
             computed = plan.starts[i] + plan.query_lens[i]
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs += [self._named(report) for report in result.prompt_logprobs.get(i, ())]
             if not plan.samples[i]:
                 request.num_computed = computed
+                self.scheduler.cache_computed(request)
                 continue
             drafted, accepted = plan.num_drafts[i], result.num_accepted[i]
             request.num_computed = computed - drafted + accepted
             request.num_drafts = result.num_drafts[i]
             new = result.tokens[i][: accepted + 1]
             kept = request.append(new)
+            self.scheduler.cache_computed(request)
             # a run that an end cuts short counts only for what was kept of it
             from_drafts = min(accepted, kept) if drafted else 0
             if drafted:
@@ -219,6 +263,9 @@ class Engine:
                 self.stats.spec.add(drafted, from_drafts)
             self.stats.num_output_tokens += kept
             output = StepOutput(request.request_id, new[:kept], [True] * from_drafts + [False] * (kept - from_drafts))
+            if request.logprobs is not None:
+                output.new_logprobs = [self._named(report) for report in result.logprobs[i][:kept]]
+                request.logprobs += output.new_logprobs
             if request.status is Status.FINISHED:
                 output.finished = True
                 output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason

@@ -34,7 +34,17 @@ class Lanes:
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.filtered = np.zeros(max_num_seqs, dtype=np.bool_)  # by min-p, top-k or top-p
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.penalised = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.penalties = np.zeros((3, max_num_seqs), dtype=np.float32)  # repetition, presence, frequency
+        self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self.prompt_logprobs_from = np.zeros(max_num_seqs, dtype=np.int64)
+        self.biased = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.logit_bias: list[tuple[tuple[int, ...], tuple[float, ...]]] = [((), ())] * max_num_seqs
         self.ban_until = np.zeros(max_num_seqs, dtype=np.int64)
         self.ban_ids: list[tuple[int, ...]] = [()] * max_num_seqs
 
@@ -53,6 +63,17 @@ class Lanes:
         self.temperature[lane] = setup.temperature
         self.top_k[lane] = setup.top_k
         self.top_p[lane] = setup.top_p
+        self.filtered[lane] = setup.min_p > 0 or setup.top_k > 0 or setup.top_p < 1
         self.seed[lane] = setup.seed
+        self.num_prompt[lane] = setup.num_prompt
+        self.min_p[lane] = setup.min_p
+        penalties = (setup.repetition_penalty, setup.presence_penalty, setup.frequency_penalty)
+        self.penalties[:, lane] = penalties
+        self.penalised[lane] = penalties != (1, 0, 0)
+        self.num_logprobs[lane] = setup.num_logprobs
+        self.num_prompt_logprobs[lane] = setup.num_prompt_logprobs
+        self.prompt_logprobs_from[lane] = setup.prompt_logprobs_from
+        self.biased[lane] = len(setup.logit_bias[0]) > 0
+        self.logit_bias[lane] = setup.logit_bias
         self.ban_until[lane] = setup.ban_until
         self.ban_ids[lane] = setup.ban_ids

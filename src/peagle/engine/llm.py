@@ -14,7 +14,7 @@ from peagle.engine.loading import load_engine
 from peagle.engine.outputs import CompletionOutput, RequestOutput
 from peagle.engine.request import Request
 from peagle.engine.sampling_params import SamplingParams
-from peagle.engine.stats import EngineStats
+from peagle.engine.stats import EngineStats, SpecMetrics
 from peagle.errors import InputError
 from peagle.target.model import Target
 
@@ -112,17 +112,24 @@ class LLM:
             params = list(sampling_params)
             if len(params) != len(ids):
                 raise InputError(f"sampling_params: got {len(params)}, expected one or as many as prompts ({len(ids)})")
-        requests: list[Request] = []
+        groups: list[list[Request]] = []
         try:
             for token_ids, p in zip(ids, params, strict=True):
-                requests.append(self.engine.add_request(f"{self._count}", token_ids, p))
+                groups.append([])
+                for i, own in enumerate(p.completions()):
+                    name = f"{self._count}" if p.n == 1 else f"{self._count}-{i}"
+                    groups[-1].append(self.engine.add_request(name, token_ids, own))
                 self._count += 1
-            self._finish_all(len(requests), use_tqdm)
+            self._finish_all(sum(map(len, groups)), use_tqdm)
         except BaseException:  # an interrupt too: nothing of this call may run in the next
-            for request in requests:
-                self.engine.abort(request.request_id)
+            for group in groups:
+                for request in group:
+                    self.engine.abort(request.request_id)
             raise
-        return [self._output(request, text) for request, text in zip(requests, texts, strict=True)]
+        first = self._count - len(groups)
+        return [
+            self._output(f"{first + i}", group, text) for i, (group, text) in enumerate(zip(groups, texts, strict=True))
+        ]
 
     def _finish_all(self, total: int, use_tqdm: bool) -> None:
         tokens = 0
@@ -135,8 +142,28 @@ class LLM:
                     bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
                     bar.update(sum(output.finished for output in outputs))
 
-    def _output(self, request: Request, text: str | None) -> RequestOutput:
-        completion = CompletionOutput(
-            self.engine.text(request), request.output_token_ids, request.finish_reason, request.stop_reason
+    def _output(self, request_id: str, group: list[Request], text: str | None) -> RequestOutput:
+        metrics = SpecMetrics()
+        for request in group:
+            metrics.merge(request.metrics)
+        return RequestOutput(
+            request_id,
+            text,
+            group[0].prompt_token_ids,
+            [self._completion(request, i) for i, request in enumerate(group)],
+            metrics=metrics,
+            prompt_logprobs=group[0].prompt_logprobs,
+            num_cached_tokens=max(group[0].num_cached_tokens, 0),
         )
-        return RequestOutput(request.request_id, text, request.prompt_token_ids, [completion], metrics=request.metrics)
+
+    def _completion(self, request: Request, index: int) -> CompletionOutput:
+        ids, logprobs = request.output_token_ids, request.logprobs
+        return CompletionOutput(
+            self.engine.text(request),
+            ids,
+            request.finish_reason,
+            request.stop_reason,
+            index,
+            None if logprobs is None else sum(at[i].logprob for i, at in zip(ids, logprobs, strict=True)),
+            logprobs,
+        )

@@ -61,12 +61,14 @@ class MultiStep:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     def fits(self, plan: StepPlan) -> list[int]:
-        """The requests of the plan that can: they decode one row, without drafts, min_tokens, top-k or top-p."""
+        """The requests of the plan that can: they decode one row, and their choices need nothing but a temperature."""
         lanes, lane = self.lanes, np.array(plan.lanes)
         decodes = np.array(plan.samples) & (np.array(plan.query_lens) == 1)
-        filtered = (lanes.temperature[lane] > 0) & ((lanes.top_k[lane] > 0) | (lanes.top_p[lane] < 1))
+        filtered = (lanes.temperature[lane] > 0) & lanes.filtered[lane]
+        adjusted = lanes.biased[lane] | lanes.penalised[lane]
+        reported = lanes.num_logprobs[lane] >= 0
         banned = np.array(plan.starts) + 1 < lanes.ban_until[lane]
-        return np.flatnonzero(decodes & ~filtered & ~banned).tolist()
+        return np.flatnonzero(decodes & ~filtered & ~adjusted & ~reported & ~banned).tolist()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Decode num_steps tokens for every request; its result reads like a run of accepted drafts."""

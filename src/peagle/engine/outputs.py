@@ -11,12 +11,26 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(slots=True)
+class Logprob:
+    """One token of a reported distribution. rank 1 is the likeliest; decoded_token is None without a tokenizer."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+# token id -> Logprob, the chosen token first, then the likeliest in order
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
 class StepOutput:
     """What one step added to one request.
 
     accepted_mask: True where the token came from a draft, False for the target's own. new_text: the text that may be
     sent now, only for requests added with `stream_text` (incomplete characters and possible stop strings are held
-    back). stop_reason: the stop string or stop token id that ended it, None for end-of-sequence.
+    back). stop_reason: the stop string or stop token id that ended it, None for end-of-sequence. new_logprobs: one
+    entry a new token, for requests that ask for logprobs.
     """
 
     request_id: str
@@ -26,6 +40,7 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     new_text: str = ""
+    new_logprobs: list[PositionLogprobs] | None = None
 
 
 @dataclass(slots=True)
@@ -37,11 +52,15 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
     index: int = 0
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request. prompt is None when it was given as token ids."""
+    """A finished request with its n completions; metrics are over all of them. prompt is None when it was given as
+    token ids. prompt_logprobs: one entry a prompt token, None for the first. num_cached_tokens: prompt
+    tokens that came from the prefix cache."""
 
     request_id: str
     prompt: str | None
@@ -49,3 +68,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     finished: bool = True
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int = 0

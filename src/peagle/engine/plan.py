@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 class LaneSetup:
     """A request takes a lane (its row in the runner's persistent state). Everything about it that a step needs.
 
-    ban_until: output at token positions below this must not be one of ban_ids (min_tokens).
+    num_prompt: where the output begins. ban_until: output at token positions below this must not be one of ban_ids
+    (min_tokens). logit_bias: (token ids, what is added). num_logprobs, num_prompt_logprobs: how many of the likeliest
+    tokens to report, -1 for no report; of the prompt, from position prompt_logprobs_from on.
     """
 
     lane: int
@@ -21,6 +23,15 @@ class LaneSetup:
     top_k: int
     top_p: float
     seed: int
+    num_prompt: int
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+    num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
+    prompt_logprobs_from: int = 1
     ban_until: int = 0
     ban_ids: tuple[int, ...] = ()
 
@@ -54,10 +65,25 @@ class StepPlan:
 
 
 @dataclass(slots=True)
+class TokenLogprobs:
+    """The report on one token: it and the likeliest ones with their logprobs, and its own rank (1: the likeliest)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+@dataclass(slots=True)
 class StepResult:
     """What came of it, per request of the plan: num_accepted drafts were accepted; tokens holds them and the target's
-    own next token (then padding); num_drafts new drafts stand. Meaningless where samples is False."""
+    own next token (then padding); num_drafts new drafts stand. Meaningless where samples is False.
+
+    logprobs, prompt_logprobs: by index in the plan, for requests that ask: one report for each of the tokens up to the
+    target's own last, and for each prompt token that follows one of the step's rows.
+    """
 
     tokens: list[list[int]]
     num_accepted: list[int]
     num_drafts: list[int]
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

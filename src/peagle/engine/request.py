@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from peagle.engine.detokenizer import Detokenizer
-from peagle.engine.outputs import FinishReason
+from peagle.engine.outputs import FinishReason, PositionLogprobs
 from peagle.engine.sampling_params import SamplingParams
 from peagle.engine.stats import SpecMetrics
 
@@ -24,7 +24,10 @@ class Request:
     token_ids: prompt and output. num_computed: how many of them the target has cached. While decoding it is
     len(token_ids) - 1 and num_drafts drafts stand behind the last token; the drafts themselves live with the runner.
     max_total_tokens: prompt and output together never exceed it. num_speculative_tokens: the request's own K.
-    stop_ids: the tokens that end it (end-of-sequence unless ignored, and stop_token_ids).
+    stop_ids: the tokens that end it (end-of-sequence unless ignored, and stop_token_ids). num_logprobs,
+    num_prompt_logprobs: how many of the likeliest tokens to report, -1 for no report. logprobs, prompt_logprobs: the
+    reports so far, None when not asked for. block_keys: of its full blocks, the first num_keyed_blocks of which are
+    entered in the prefix cache; num_cached_tokens: how many came from there when it first ran, -1 before that.
     """
 
     request_id: str
@@ -36,6 +39,8 @@ class Request:
     seed: int
     detokenizer: Detokenizer | None = None
     stream_text: bool = False
+    num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
     token_ids: list[int] = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     num_prompt: int = field(init=False)
@@ -43,20 +48,31 @@ class Request:
     num_drafts: int = 0
     lane: int = -1
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_keyed_blocks: int = 0
+    num_cached_tokens: int = -1
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
         eos: frozenset[int] = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self.stop_ids = eos | frozenset(self.params.stop_token_ids or ())
+        self.logprobs = [] if self.num_logprobs >= 0 else None
+        self.prompt_logprobs = [None] if self.num_prompt_logprobs >= 0 else None
 
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
+
+    @property
+    def waits_for_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
     def append(self, new: list[int]) -> int:
         """Append tokens up to and including the one that ends the request; returns how many were kept.

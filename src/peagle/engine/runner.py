@@ -5,12 +5,15 @@ Knows lanes, positions and token ids, but no requests: when a request stops, and
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
+from peagle.engine.adjust import adjust
 from peagle.engine.drafting import DraftPass, Verified
 from peagle.engine.lanes import Lanes
+from peagle.engine.logprobs import ReportRows, pack_logprobs, unpack_logprobs
 from peagle.engine.multi_step import MultiStep
 from peagle.engine.plan import StepPlan, StepResult
 from peagle.engine.sampler import choose
@@ -61,6 +64,8 @@ class Runner:
                 part = run(plan.part(index))
                 for i, tokens, accepted in zip(index, part.tokens, part.num_accepted, strict=True):
                     result.tokens[i], result.num_accepted[i] = tokens, accepted
+                result.logprobs |= {index[i]: rows for i, rows in part.logprobs.items()}
+                result.prompt_logprobs |= {index[i]: rows for i, rows in part.prompt_logprobs.items()}
         return result
 
     def _execute(self, plan: StepPlan) -> StepResult:
@@ -72,10 +77,11 @@ class Runner:
             inputs.batch.positions,
             inputs.batch,
             self.kv_cache,
-            inputs.logit_rows if inputs.any_samples else None,
+            inputs.logit_rows if inputs.any_logits else None,
             self.aux_layer_ids if drafting else (),
         )
-        tokens, num_accepted, next_token = self._verify(logits, token_ids, inputs)
+        packed: list[Tensor] = []  # logprobs, for the requests that ask
+        tokens, num_accepted, next_token = self._verify(logits, token_ids, inputs, packed)
         # where the next token stands: behind the accepted rows (in an unfinished prompt it is there already)
         next_position = inputs.ends - inputs.num_drafts + num_accepted
         self.lanes.flat_tokens[inputs.lane_offset + next_position] = next_token.int()
@@ -95,22 +101,69 @@ class Runner:
             )
             drafts = self.draft_pass.propose(inputs.batch, verified)
             self._store_drafts(drafts, num_drafts, inputs.lane_offset, next_position)
-        result = torch.cat((tokens, num_accepted[:, None], num_drafts[:, None]), dim=1).tolist()
-        return StepResult([row[:-2] for row in result], [row[-2] for row in result], [row[-1] for row in result])
+        decided = torch.cat((tokens, num_accepted[:, None], num_drafts[:, None]), dim=1)
+        if packed:
+            return self._with_logprobs(decided, packed, inputs)
+        return self._result(decided.tolist())
 
-    def _verify(self, logits: Tensor | None, token_ids: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose and verify: (tokens [R, K+1], num_accepted [R], next token [R]), as in `verify`."""
+    def _result(self, rows: list[list[int]]) -> StepResult:
+        return StepResult([row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows])
+
+    def _with_logprobs(self, decided: Tensor, packed: list[Tensor], inputs: StepInputs) -> StepResult:
+        """The result with its reports, all of it fetched at once."""
+        parts = [decided, *packed]
+        flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
+        numbers = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
+        result = self._result(numbers.pop(0).reshape(decided.shape).tolist())
+        reports = ((inputs.report, result.logprobs), (inputs.prompt_report, result.prompt_logprobs))
+        for report, found in reports:
+            if report is not None:
+                for owner, logprobs in unpack_logprobs(numbers.pop(0), report):
+                    found.setdefault(owner, []).append(logprobs)
+        return result
+
+    def _verify(
+        self, logits: Tensor | None, token_ids: Tensor, inputs: StepInputs, packed: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose and verify: (tokens [R, K+1], num_accepted [R], next token [R]), as in `verify`.
+
+        Logprobs that are asked for are appended to `packed`, those of chosen tokens first.
+        """
         in_place = self.lanes.flat_tokens[inputs.lane_offset + inputs.ends].long()
         none = torch.zeros_like(in_place)
         if logits is None:  # parts of prompts only
             return in_place[:, None].expand(-1, self.num_speculative_tokens + 1), none, in_place
-        if inputs.bans is not None:
-            logits[inputs.bans] = float("-inf")
-        tokens, num_accepted = choose(logits, inputs.sampling)[inputs.choice_index], none
+        choices = self._choose(logits, inputs, packed)
+        if inputs.num_choices == 0:
+            return in_place[:, None].expand(-1, self.num_speculative_tokens + 1), none, in_place
+        tokens, num_accepted = choices[inputs.choice_index], none
         if inputs.any_drafts:
             tokens, num_accepted = verify(tokens, token_ids[inputs.draft_rows], inputs.num_drafts)
         next_token = tokens.gather(1, num_accepted[:, None])[:, 0]
         return tokens, num_accepted, torch.where(inputs.samples, next_token, in_place)
+
+    def _choose(self, logits: Tensor, inputs: StepInputs, packed: list[Tensor]) -> Tensor:
+        """The target's choices [num_choices] from logits [N, V], and reports on them and on prompt tokens."""
+        chosen_from = logits
+        raw, report, prompt_report = None, inputs.report, inputs.prompt_report
+        if prompt_report is not None:
+            chosen_from = logits[: inputs.num_choices]
+        if report is not None:
+            raw = logits[report.rows]  # a copy: adjustments change the logits in place
+        if inputs.adjustments is not None:
+            chosen_from = adjust(chosen_from, inputs.adjustments, self.lanes.flat_tokens)
+        choices = choose(chosen_from, inputs.sampling)
+        if report is not None:
+            assert raw is not None
+            packed.append(self._report(raw, choices[report.rows], report))
+        if prompt_report is not None:
+            tokens = self.lanes.flat_tokens[prompt_report.token_index].long()
+            packed.append(self._report(logits[inputs.num_choices :], tokens, prompt_report))
+        return choices
+
+    @staticmethod
+    def _report(logits: Tensor, tokens: Tensor, report: ReportRows) -> Tensor:
+        return pack_logprobs(logits, tokens, int(report.num_top.max()))
 
     def _store_drafts(self, drafts: Tensor, num_drafts: Tensor, lane_offset: Tensor, next_position: Tensor) -> None:
         """Write the drafts behind the next token; those not wanted go to the buffer's unused last column, because in

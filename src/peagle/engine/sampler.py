@@ -1,4 +1,4 @@
-"""Choosing one token from each row of logits: greedy, temperature, top-k, top-p (vLLM's meaning of each).
+"""Choosing one token from each row of logits: greedy, temperature, min-p, top-k, top-p (vLLM's meaning of each).
 
 The noise of a choice depends only on the request's seed and the position the token will stand at. So a request's tokens
 do not depend on the batch it runs in, on preemption, or on whether drafts are verified several at a time.
@@ -20,8 +20,9 @@ ARGMAX_CHUNK = 64
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Rows [n] of the logits that sample, with temperature, top_k (0: off), top_p [n], seed and the position [n] of the
-    token to choose. filtered: all rows have a top-k or top-p (else none has)."""
+    """Rows [n] of the logits that sample, with temperature, top_k (0: off), top_p, seed and the position [n] of the
+    token to choose. filtered: all rows have a min-p, top-k or top-p (else none has). min_p [n] (0: off), None when no
+    row has one."""
 
     rows: Tensor
     temperature: Tensor
@@ -30,6 +31,7 @@ class SamplingRows:
     seed: Tensor
     positions: Tensor
     filtered: bool
+    min_p: Tensor | None = None
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
@@ -52,7 +54,7 @@ def choose(logits: Tensor, sampling: list[SamplingRows]) -> Tensor:
         scaled = logits[group.rows].float() / group.temperature[:, None]
         noise = uniform(group.seed, group.positions)
         if group.filtered:
-            chosen = sample_filtered(scaled, group.top_k, group.top_p, noise)
+            chosen = sample_filtered(scaled, group.top_k, group.top_p, noise, group.min_p)
         else:
             chosen = invert_cdf(scaled.softmax(dim=-1), noise)
         choices[group.rows] = chosen
@@ -83,8 +85,8 @@ def invert_cdf(weights: Tensor, noise: Tensor) -> Tensor:
     return torch.where(possible, index, weights.argmax(dim=-1))
 
 
-def sample_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """Sample rows of scaled logits [n, V] after top-k, then top-p over what top-k left."""
+def sample_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor, min_p: Tensor | None = None) -> Tensor:
+    """Sample rows of scaled logits [n, V] after min-p and top-k, then top-p over what they left."""
     norm = scaled.logsumexp(dim=-1)
     chosen = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
     rows: Tensor | None = None  # those still to do; None: all
@@ -93,7 +95,7 @@ def sample_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor)
             if candidates >= scaled.shape[1]:
                 break
             values, ids = scaled.topk(candidates, dim=-1)
-            picked, complete = _sample_sorted(values, ids, top_k, top_p, noise, norm)
+            picked, complete = _sample_sorted(values, ids, top_k, top_p, noise, norm, min_p)
             todo = (~complete).nonzero()[:, 0]
             if rows is None:
                 chosen, rows = picked, todo
@@ -103,8 +105,9 @@ def sample_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor)
             if len(todo) == 0:
                 return chosen
             scaled, top_k, top_p, noise, norm = scaled[todo], top_k[todo], top_p[todo], noise[todo], norm[todo]
+            min_p = None if min_p is None else min_p[todo]
     values, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    picked, _ = _sample_sorted(values, ids, top_k, top_p, noise, norm)
+    picked, _ = _sample_sorted(values, ids, top_k, top_p, noise, norm, min_p)
     if rows is None:
         return picked
     chosen[rows] = picked
@@ -112,7 +115,13 @@ def sample_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor)
 
 
 def _sample_sorted(
-    values: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor, norm: Tensor
+    values: Tensor,
+    ids: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    noise: Tensor,
+    norm: Tensor,
+    min_p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Sample from the best C logits [n, C] in descending order; norm [n] is the logsumexp over the whole vocabulary.
 
@@ -122,6 +131,9 @@ def _sample_sorted(
     # ties with the k-th value are kept, as in vLLM
     kth = values.gather(1, (top_k - 1).clamp(0, values.shape[1] - 1)[:, None])
     kept = (values >= kth) | ~limited[:, None]
+    if min_p is not None:  # p >= min_p * max p, in logits; a min-p of 0 keeps everything
+        kept = kept & (values >= values[:, :1] + min_p.log()[:, None])
+        limited = limited | (min_p > 0)
     norm = torch.where(limited, values.masked_fill(~kept, float("-inf")).logsumexp(dim=-1), norm)
     probs = (values - norm[:, None]).exp() * kept
     before = probs.cumsum(dim=-1) - probs

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from peagle.errors import InputError
 
 # Below this a temperature means greedy, as in vLLM: dividing logits by less overflows.
 GREEDY_BELOW = 1e-5
 MAX_SEED = 2**63 - 1
+MAX_BIAS = 100.0  # a logit_bias beyond this is cut to it, as in vLLM
 
 
 def _integer(name: str, value: object, expected: str) -> int:
@@ -24,6 +25,21 @@ def _number(name: str, value: object, expected: str) -> float:
     return float(value)
 
 
+def _checked_bias(bias: object) -> dict[int, float]:
+    """Token ids (in JSON they are strings) -> finite numbers, cut to what vLLM allows."""
+    expected = "token ids of 0 or more with finite numbers"
+    if not isinstance(bias, Mapping):
+        raise InputError(f"logit_bias: got {bias!r}, expected {expected}")
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        number = _number("logit_bias", value, expected)
+        if _integer("logit_bias", token, expected) < 0 or abs(number) == float("inf"):
+            raise InputError(f"logit_bias: got {{{key!r}: {value!r}}}, expected {expected}")
+        checked[token] = min(max(number, -MAX_BIAS), MAX_BIAS)
+    return checked
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request.
@@ -32,6 +48,13 @@ class SamplingParams:
     string ends the text before it; stop_token_ids and the end-of-sequence tokens stay in `token_ids` but are not text.
     min_tokens holds back end-of-sequence, stop_token_ids and stop strings. seed makes a request's tokens depend on its
     own prompt only. num_speculative_tokens (not in vLLM) lowers the engine's K for this request, 0 turns drafting off.
+
+    min_p: after temperature, tokens less likely than min_p times the likeliest are left out. logit_bias: token id ->
+    what is added to its logit. repetition_penalty divides positive and multiplies negative logits of tokens of prompt
+    and output; frequency_penalty is subtracted once for every time that a token stands in the output,
+    presence_penalty once for having occurred there. logprobs n: the n likeliest tokens of the model's own distribution
+    (before bias, penalties and temperature) and the one that was chosen, for every output token; prompt_logprobs the
+    same for the prompt's; -1 takes the whole vocabulary. n: how many completions (see `completions`).
     Raises InputError naming the field.
     """
 
@@ -47,6 +70,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     num_speculative_tokens: int | None = None
+    n: int = 1
+    min_p: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and _integer("max_tokens", self.max_tokens, "a positive integer or None") < 1:
@@ -75,6 +106,42 @@ class SamplingParams:
         k = self.num_speculative_tokens
         if k is not None and _integer("num_speculative_tokens", k, "an integer of 0 or more") < 0:
             raise InputError(f"num_speculative_tokens: got {k}, expected an integer of 0 or more")
+        if _integer("n", self.n, "a positive integer") < 1:
+            raise InputError(f"n: got {self.n}, expected a positive integer")
+        if not 0 <= _number("min_p", self.min_p, "a number from 0 to 1") <= 1:
+            raise InputError(f"min_p: got {self.min_p}, expected a number from 0 to 1")
+        if not 0 < _number("repetition_penalty", self.repetition_penalty, "a finite number above 0") < float("inf"):
+            raise InputError(f"repetition_penalty: got {self.repetition_penalty}, expected a finite number above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= _number(name, getattr(self, name), "a number from -2 to 2") <= 2:
+                raise InputError(f"{name}: got {getattr(self, name)}, expected a number from -2 to 2")
+        for name in ("logprobs", "prompt_logprobs"):
+            count, expected = getattr(self, name), "-1 (all), an integer of 0 or more, or None"
+            if count is not None and _integer(name, count, expected) < -1:
+                raise InputError(f"{name}: got {count}, expected {expected}")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    def completions(self) -> list[SamplingParams]:
+        """The parameters of the n completions, each a request of its own with n = 1.
+
+        With a seed the i-th takes seed + i, as in vLLM (modulo 2**63); without one each gets its own from the engine.
+        Only the first reports prompt_logprobs, which are the same for all.
+        """
+        return [
+            replace(
+                self,
+                n=1,
+                seed=None if self.seed is None else (self.seed + i) % (MAX_SEED + 1),
+                prompt_logprobs=self.prompt_logprobs if i == 0 else None,
+            )
+            for i in range(self.n)
+        ]
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice of a token depends on those before it otherwise than through the model."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def greedy(self) -> bool:

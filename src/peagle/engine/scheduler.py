@@ -7,24 +7,33 @@ more in its prompt, and a step computes some of them for some requests within a 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.engine.kv_cache import BlockManager
+from peagle.engine.kv_cache import BlockManager, extend_keys
 from peagle.engine.plan import LaneSetup, StepPlan
 from peagle.engine.request import Request, Status
+
+# Rows a step of a request that asks for prompt_logprobs: each of them needs the logits of the whole vocabulary.
+PROMPT_LOGPROB_ROWS = 256
 
 
 @dataclass(slots=True)
 class Schedule:
-    """The requests of a step, in the order of the plan's lists, and those that had to give way to them."""
+    """The requests of a step, in the order of the plan's lists, and those that had to give way to them.
+
+    cache_queries, cache_hits: tokens of requests that start, and how many of them the prefix cache had.
+    """
 
     requests: list[Request]
     plan: StepPlan
     preempted: list[Request]
+    cache_queries: int = 0
+    cache_hits: int = 0
 
 
 def lane_setup(request: Request) -> LaneSetup:
-    params = request.params
+    params, bias = request.params, request.params.logit_bias or {}
     return LaneSetup(
         lane=request.lane,
         token_ids=request.token_ids,
@@ -34,6 +43,15 @@ def lane_setup(request: Request) -> LaneSetup:
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         seed=request.seed,
+        num_prompt=request.num_prompt,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=(tuple(bias), tuple(bias.values())),
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+        prompt_logprobs_from=len(request.prompt_logprobs or [None]),
         # the n-th output token (from 1) stands at position num_prompt + n - 1 and may stop from n = min_tokens on
         ban_until=request.num_prompt + params.min_tokens - 1 if params.min_tokens > 0 else 0,
         ban_ids=tuple(sorted(request.stop_ids)) if params.min_tokens > 0 else (),
@@ -41,7 +59,8 @@ def lane_setup(request: Request) -> LaneSetup:
 
 
 class Scheduler:
-    """Requests run in order of arrival; when blocks run out the latest gives way and is computed again later."""
+    """Requests run in order of arrival; when blocks run out the latest gives way and is computed again later, but for
+    what the prefix cache still has of it."""
 
     def __init__(
         self,
@@ -50,11 +69,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         chunked_prefill: bool = True,
         num_steps: int = 1,
+        prefix_caching: bool = False,
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
+        self.prefix_caching = prefix_caching
         self.num_steps = num_steps  # decoding steps that one plan may run
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -81,9 +102,11 @@ class Scheduler:
         if not schedule.preempted:
             while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
                 request = self.waiting[0]
-                if not self.chunked_prefill and len(request.token_ids) > budget:
+                cached = self._find_cached(request)
+                uncached = len(request.token_ids) - len(cached) * self.blocks.block_size
+                if not self.chunked_prefill and uncached > budget:
                     break
-                if not self._admit(request, schedule):
+                if not self._admit(request, cached, schedule):
                     break
                 budget -= self._plan(request, schedule, budget)
         return schedule
@@ -93,6 +116,8 @@ class Scheduler:
         plan = schedule.plan
         remaining = len(request.token_ids) - request.num_computed
         rows = min(remaining, budget)
+        if request.waits_for_prompt_logprobs:
+            rows = min(rows, PROMPT_LOGPROB_ROWS)
         samples = rows == remaining
         drafts = min(request.num_drafts, budget - rows) if samples else 0
         schedule.requests.append(request)
@@ -114,9 +139,30 @@ class Scheduler:
         lookahead = max(request.num_speculative_tokens, self.num_steps) - 1
         return min(len(request.token_ids) + request.num_drafts + lookahead, request.max_total_tokens)
 
-    def _grow(self, request: Request, schedule: Schedule) -> bool:
+    def _find_cached(self, request: Request) -> list[int]:
+        """Blocks that the request need not compute. What a prompt's logprobs are made of is in no cache."""
+        if not self.prefix_caching or request.waits_for_prompt_logprobs:
+            return []
+        extend_keys(request.block_keys, request.token_ids, self.blocks.block_size, request.num_speculative_tokens > 0)
+        return self.blocks.find(request.block_keys)
+
+    def cache_computed(self, request: Request) -> None:
+        """Enter into the prefix cache the blocks that a step has filled (see kv_cache)."""
+        if not self.prefix_caching:
+            return
+        size = self.blocks.block_size
+        # a run of accepted drafts that an end cut short was computed beyond the tokens that were kept
+        full = min(request.num_computed, len(request.token_ids) - 1) // size
+        if full <= request.num_keyed_blocks:
+            return
+        extend_keys(request.block_keys, request.token_ids, size, request.num_speculative_tokens > 0)
+        for i in range(request.num_keyed_blocks, full):
+            self.blocks.cache(request.block_table[i], request.block_keys[i])
+        request.num_keyed_blocks = full
+
+    def _grow(self, request: Request, schedule: Schedule, cached: Sequence[int] = ()) -> bool:
         known = len(request.block_table)
-        added = self.blocks.grow(request.block_table, self._coverage(request))
+        added = self.blocks.grow(request.block_table, self._coverage(request), cached)
         if added is None:
             return False
         if added:
@@ -132,9 +178,9 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, request: Request, schedule: Schedule) -> bool:
+    def _admit(self, request: Request, cached: list[int], schedule: Schedule) -> bool:
         request.lane = self._free_lanes[-1]
-        if not self._grow(request, schedule):
+        if not self._grow(request, schedule, cached):
             request.lane = -1
             return False
         self.waiting.popleft()
@@ -142,13 +188,20 @@ class Scheduler:
         request.status = Status.RUNNING
         self.running.append(request)
         schedule.plan.setups.append(lane_setup(request))
+        request.num_computed = len(cached) * self.blocks.block_size
+        request.num_keyed_blocks = len(cached)
+        if request.num_cached_tokens < 0:  # one that was preempted finds its own blocks; that says nothing of prompts
+            request.num_cached_tokens = request.num_computed
+            if self.prefix_caching and not request.waits_for_prompt_logprobs:
+                schedule.cache_queries += len(request.token_ids)
+                schedule.cache_hits += request.num_computed
         return True
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it will be computed from the start, without the drafts that stood."""
         self.running.remove(request)
         self._vacate(request)
-        request.num_computed = 0
+        request.num_computed = request.num_keyed_blocks = 0
         request.num_drafts = 0
         request.status = Status.WAITING
         self.waiting.appendleft(request)

@@ -69,7 +69,11 @@ class SpecMetrics:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine started (or since `reset`)."""
+    """Totals since the engine started (or since `reset`).
+
+    prefix_cache_queries, prefix_cache_hits: tokens of requests that started, and how many of them were cached (vLLM's
+    metrics of these names).
+    """
 
     spec: SpecMetrics = field(default_factory=SpecMetrics)
     num_steps: int = 0
@@ -77,6 +81,8 @@ class EngineStats:
     num_output_tokens: int = 0
     num_finished: int = 0
     num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]

@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from peagle.engine.adjust import Adjustments, Penalties
 from peagle.engine.lanes import Lanes
+from peagle.engine.logprobs import ReportRows
 from peagle.engine.plan import StepPlan
 from peagle.engine.sampler import SamplingRows
 from peagle.target.paged_attention import PagedBatch
@@ -21,17 +23,21 @@ Ints = NDArray[np.int64]
 class StepInputs:
     """T rows of R requests, N of them with logits; K is the engine's number of drafts.
 
+    The first num_choices of the logits rows choose tokens; those behind them are for prompt_report only.
+
     token_index [T]: where each row's token is in the flat token buffer. logit_rows [N]. choice_index [R, K+1]: which
     logits row chooses the token after the request's j-th verified row (repeating its last). draft_rows [R, K]: the row
     whose token is the j-th draft. lane_offset [R]: start of the lane in the flat token buffer. ends [R]: position
     behind the last row. num_drafts, samples [R] as in the plan, max_drafts, max_total [R] as in Lanes. sampling: the
-    rows that do not take the argmax. bans: logits that min_tokens forbids, (rows, ids). The any_* are known on the
-    host and spare the runner a question to the device.
+    rows that do not take the argmax. adjustments: what changes the logits first. report, prompt_report: the rows whose
+    distribution is asked for. All three are None when no request needs them. The any_* are known on the host and spare
+    the runner a question to the device.
     """
 
     batch: PagedBatch
     token_index: Tensor
     logit_rows: Tensor
+    num_choices: int
     choice_index: Tensor
     draft_rows: Tensor
     lane_offset: Tensor
@@ -41,8 +47,10 @@ class StepInputs:
     max_drafts: Tensor
     max_total: Tensor
     sampling: list[SamplingRows]
-    bans: tuple[Tensor, Tensor] | None
-    any_samples: bool
+    adjustments: Adjustments | None
+    report: ReportRows | None
+    prompt_report: ReportRows | None
+    any_logits: bool
     any_drafts: bool
     any_speculation: bool
 
@@ -86,16 +94,28 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
     num_logits = np.where(samples, num_drafts + 1, 0)
     logit_start, logit_owner, logit_within = ragged(num_logits)
     logit_rows = query_start[logit_owner + 1] - num_logits[logit_owner] + logit_within
+    num_choices = len(logit_rows)
+    logit_lane, chosen_position = lane[logit_owner], positions[logit_rows] + 1
     steps = np.arange(k + 1)
     choice_index = logit_start[:-1, None] + np.minimum(steps, num_drafts[:, None])
-    np.minimum(choice_index, max(len(logit_rows) - 1, 0), out=choice_index)
+    np.minimum(choice_index, max(num_choices - 1, 0), out=choice_index)
     draft_rows = np.minimum(query_start[1:, None] - num_drafts[:, None] + steps[:k], len(positions) - 1)
     lane_offset = lane * lanes.width
+    token_index = lane_offset[owner] + positions
+    report = _report(lanes, logit_lane, logit_owner, device)
+    prompt_rows = _prompt_report_rows(lanes, lane, owner, positions)
+    prompt_report = None
+    if len(prompt_rows):
+        logit_rows = np.concatenate((logit_rows, prompt_rows))
+        rows = np.arange(num_choices, len(logit_rows))
+        moved_rows, following = to_device([rows, token_index[prompt_rows] + 1], device)
+        prompt_owner = owner[prompt_rows]
+        prompt_report = ReportRows(moved_rows, following, prompt_owner, lanes.num_prompt_logprobs[lane[prompt_owner]])
 
     (
         moved_positions,
         slot_mapping,
-        token_index,
+        moved_token_index,
         moved_logit_rows,
         moved_choice_index,
         moved_draft_rows,
@@ -109,7 +129,7 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
         [
             positions,
             slots,
-            lane_offset[owner] + positions,
+            token_index,
             logit_rows,
             choice_index,
             draft_rows,
@@ -123,11 +143,11 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
         device,
     )
     tables, start32, context = to_device([block_tables, query_start.astype(np.int32), ends.astype(np.int32)], device)
-    logit_lane, chosen_position = lane[logit_owner], positions[logit_rows] + 1
     return StepInputs(
         batch=PagedBatch(moved_positions, start32, context, tables, slot_mapping, int(query_lens.max()), max_context),
-        token_index=token_index,
+        token_index=moved_token_index,
         logit_rows=moved_logit_rows,
+        num_choices=num_choices,
         choice_index=moved_choice_index,
         draft_rows=moved_draft_rows,
         lane_offset=moved_lane_offset,
@@ -137,22 +157,24 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
         max_drafts=max_drafts,
         max_total=max_total,
         sampling=_sampling_rows(lanes, logit_lane, chosen_position, device),
-        bans=_bans(lanes, logit_lane, chosen_position, device),
-        any_samples=len(logit_rows) > 0,
+        adjustments=_adjustments(lanes, logit_lane, chosen_position, device),
+        report=report,
+        prompt_report=prompt_report,
+        any_logits=len(logit_rows) > 0,
         any_drafts=bool(num_drafts.any()),
         any_speculation=bool(lanes.max_drafts[lane].any()),
     )
 
 
 def _sampling_rows(lanes: Lanes, lane: Ints, positions: Ints, device: torch.device) -> list[SamplingRows]:
-    """The logits rows of requests that sample, those with top-k or top-p apart from those without.
+    """The logits rows of requests that sample, those with min-p, top-k or top-p apart from those without.
 
     A request always goes the same way, whatever its neighbours want, so that its tokens do not depend on them.
     """
     sampled = lanes.temperature[lane] > 0
     if not sampled.any():
         return []
-    filtered = sampled & ((lanes.top_k[lane] > 0) | (lanes.top_p[lane] < 1))
+    filtered = sampled & lanes.filtered[lane]
     groups = []
     for mask, has_filter in ((sampled & ~filtered, False), (filtered, True)):
         rows = np.flatnonzero(mask)
@@ -161,8 +183,61 @@ def _sampling_rows(lanes: Lanes, lane: Ints, positions: Ints, device: torch.devi
         owner = lane[rows]
         row, top_k, seed, position = to_device([rows, lanes.top_k[owner], lanes.seed[owner], positions[rows]], device)
         temperature, top_p = to_device([lanes.temperature[owner], lanes.top_p[owner]], device)
-        groups.append(SamplingRows(row, temperature, top_k, top_p, seed, position, has_filter))
+        min_p = None
+        if lanes.min_p[owner].any():
+            (min_p,) = to_device([lanes.min_p[owner]], device)
+        groups.append(SamplingRows(row, temperature, top_k, top_p, seed, position, has_filter, min_p))
     return groups
+
+
+def _report(lanes: Lanes, lane: Ints, owner: Ints, device: torch.device) -> ReportRows | None:
+    """The logits rows of requests that ask for logprobs; owner: the rows' requests."""
+    rows = np.flatnonzero(lanes.num_logprobs[lane] >= 0)
+    if len(rows) == 0:
+        return None
+    (moved,) = to_device([rows], device)
+    return ReportRows(moved, None, owner[rows], lanes.num_logprobs[lane[rows]])
+
+
+def _prompt_report_rows(lanes: Lanes, lane: Ints, owner: Ints, positions: Ints) -> Ints:
+    """The rows of the step that predict a prompt token whose logprobs are asked for and not there yet."""
+    if lanes.num_prompt_logprobs[lane].max() < 0:
+        return np.zeros(0, dtype=np.int64)
+    of_row, following = lane[owner], positions + 1
+    wanted = (lanes.num_prompt_logprobs[of_row] >= 0) & (following < lanes.num_prompt[of_row])
+    return np.flatnonzero(wanted & (following >= lanes.prompt_logprobs_from[of_row]))
+
+
+def _adjustments(lanes: Lanes, lane: Ints, positions: Ints, device: torch.device) -> Adjustments | None:
+    found = Adjustments(
+        _bans(lanes, lane, positions, device), _bias(lanes, lane, device), _penalties(lanes, lane, positions, device)
+    )
+    return None if found.bans is None and found.bias is None and found.penalties is None else found
+
+
+def _bias(lanes: Lanes, lane: Ints, device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    biased = np.flatnonzero(lanes.biased[lane])
+    if len(biased) == 0:
+        return None
+    pairs = [lanes.logit_bias[i] for i in lane[biased]]
+    rows = np.repeat(biased, [len(ids) for ids, _ in pairs])
+    columns = np.array([i for ids, _ in pairs for i in ids], dtype=np.int64)
+    row, column = to_device([rows, columns], device)
+    (values,) = to_device([np.array([v for _, some in pairs for v in some], dtype=np.float32)], device)
+    return row, column, values
+
+
+def _penalties(lanes: Lanes, lane: Ints, positions: Ints, device: torch.device) -> Penalties | None:
+    rows = np.flatnonzero(lanes.penalised[lane])
+    if len(rows) == 0:
+        return None
+    owner, length = lane[rows], positions[rows]
+    row, start, moved_length, num_prompt = to_device(
+        [rows, owner * lanes.width, length, lanes.num_prompt[owner]], device
+    )
+    repetition, presence, frequency = to_device(list(lanes.penalties[:, owner]), device)
+    longest = int(length.max())
+    return Penalties(row, start, moved_length, num_prompt, longest, repetition, presence, frequency)
 
 
 def _bans(lanes: Lanes, lane: Ints, positions: Ints, device: torch.device) -> tuple[Tensor, Tensor] | None:

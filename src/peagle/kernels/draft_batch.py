@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,6 +120,58 @@ def drop_rejected_rows(batch: DraftBatch) -> DraftBatch:
         batch.slot_mapping[kept],
         before[batch.query_start.long()].int(),
         batch.context_lens,
+    )
+
+
+def expand_draft_batch_on_host(
+    token_ids: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    next_token_ids: Tensor,
+    num_rejected: Tensor,
+    num_drafts: Tensor,
+    takes_part: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    num_mask_rows: int,
+    mask_token_id: int,
+) -> DraftBatch:
+    """`drop_rejected_rows(expand_draft_batch(...))` of CPU tensors, in NumPy.
+
+    A step of one request is a dozen rows, where what an operation costs is being called: NumPy's are several times
+    cheaper than PyTorch's, and padding that is dropped again need not be made.
+    """
+    tokens, place, first = token_ids.numpy(), positions.numpy(), query_start.numpy().astype(np.int64)
+    part, tables = takes_part.numpy(), block_tables.numpy()
+    mask_rows = np.minimum(np.maximum(num_drafts.numpy() - 1, 0), num_mask_rows)
+    true_rows = np.diff(first) - num_rejected.numpy()
+    last_position = place[first[:-1] + true_rows - 1]
+
+    out_start = np.zeros(len(first), dtype=np.int64)
+    np.cumsum((true_rows + mask_rows) * part, out=out_start[1:])
+    request = np.repeat(np.arange(len(part)), np.diff(out_start))
+    within = np.arange(out_start[-1]) - out_start[request]
+    depth = within - true_rows[request] + 1  # of MTP rows; 0 and below for true rows
+    is_masked = depth > 0
+
+    hidden_rows = np.where(is_masked, 0, first[request] + within)
+    shifted = tokens[np.minimum(hidden_rows + 1, len(tokens) - 1)]
+    shifted = np.where(depth == 0, next_token_ids.numpy()[request], shifted)
+    out_positions = last_position[request] + depth
+    slots = tables[request, out_positions // block_size].astype(np.int64) * block_size + out_positions % block_size
+    steps = np.arange(num_mask_rows + 1)
+    sample_rows = (out_start[:-1] + true_rows - 1)[:, None] + steps
+    sample_rows[(steps > mask_rows[:, None]) | ~part[:, None]] = 0
+    return DraftBatch(
+        torch.from_numpy(np.where(is_masked, mask_token_id, shifted)),
+        torch.from_numpy(out_positions),
+        torch.zeros(len(within), dtype=torch.bool),
+        torch.from_numpy(is_masked),
+        torch.from_numpy(sample_rows),
+        torch.from_numpy(hidden_rows),
+        torch.from_numpy(slots),
+        torch.from_numpy(out_start.astype(np.int32)),
+        torch.from_numpy((last_position + 1 + mask_rows).astype(np.int32)),
     )
 
 
