@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from peagle.cli.data import data_app
 from peagle.cli.demo import demo
 from peagle.cli.eval import evaluate
+from peagle.cli.serve import serve
 from peagle.cli.train import train
 from peagle.errors import InputError
 
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data", short_help="Make and inspect training data.")
 app.command("train", short_help="Train a head on a target's answers.")(train)
 app.command("eval", short_help="Measure how many drafts heads get accepted.")(evaluate)
+app.command("serve", short_help="Serve a model with a head over OpenAI's HTTP API.")(serve)
 app.command("demo", short_help="Watch plain, EAGLE-3 and P-EAGLE decoding.")(demo)
 
 
