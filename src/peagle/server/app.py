@@ -22,7 +22,7 @@ from peagle.server.engine_loop import EngineLoop
 from peagle.server.errors import ApiError, ErrorBody, bad_request, shutting_down
 from peagle.server.prompts import Prompts
 from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from peagle.server.sampling import choice_params, from_input_error, sampling_params
+from peagle.server.sampling import choice_params, from_input_error, sampling_params, wanted_logprobs
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
 DEFAULT_COMPLETION_TOKENS = 16
@@ -136,6 +136,7 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             return_token_ids=bool(body.return_token_ids),
             return_spec_metrics=bool(body.return_spec_metrics),
+            top_logprobs=wanted_logprobs(body) or 0,
             stream_interval=settings.stream_interval,
         )
         try:

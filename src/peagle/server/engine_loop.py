@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 FAILURES_UNTIL_UNHEALTHY = 3
 
 
+# token id -> an entry with logprob, rank and decoded_token: the chosen token first, then the likeliest
+PositionLogprobs = dict[int, Any]
+
+
 @dataclass(slots=True)
 class Update:
     """What one step added to the index-th choice of a call."""
@@ -38,6 +42,7 @@ class Update:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     metrics: SpecMetrics | None = None  # of the whole choice, with finish_reason
+    logprobs: list[PositionLogprobs] | None = None  # one a token, for requests that ask for them
 
     @property
     def finished(self) -> bool:
@@ -278,6 +283,7 @@ class EngineLoop:
                 metrics.between_tokens.observe(now - job.last_token)
             job.last_token = now
             update = Update(job.index, output.new_text, output.new_token_ids)
+            update.logprobs = getattr(output, "new_logprobs", None)
             if output.finished:
                 update.finish_reason, update.stop_reason = output.finish_reason, output.stop_reason
                 update.metrics = job.request.metrics

@@ -70,7 +70,7 @@ class CompletionBody(GenerationBody):
     prompt: str | TokenIds | list[str] | list[TokenIds]
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
 
 

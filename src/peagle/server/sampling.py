@@ -32,8 +32,6 @@ SAMPLING: dict[str, Any] = {
 }
 # The server itself has no form for these in its answers.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
@@ -64,10 +62,27 @@ def sampling_params(body: ChatBody | CompletionBody, max_tokens: int | None) -> 
             values[name] = _logit_bias(value) if name == "logit_bias" else value
         elif value != harmless:
             raise bad_request(name, f"{name}: got {value!r}, but this engine does not support it", "unsupported")
+    if (logprobs := wanted_logprobs(body)) is not None:
+        if "logprobs" not in ENGINE_FIELDS:
+            raise bad_request("logprobs", f"logprobs: got {body.logprobs}, but this engine does not support it")
+        values["logprobs"] = logprobs
     try:
         return SamplingParams(**values)
     except InputError as error:
         raise from_input_error(error, body) from error
+
+
+def wanted_logprobs(body: ChatBody | CompletionBody) -> int | None:
+    """How many alternatives a token the client wants beside the token itself; None for no logprobs at all."""
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise bad_request(
+                "top_logprobs", f"top_logprobs: got {body.top_logprobs}, only allowed with logprobs: true"
+            )
+        return None
+    return body.top_logprobs or 0
 
 
 def _logit_bias(value: dict[str, float]) -> dict[int, float]:
