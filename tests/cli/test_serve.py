@@ -15,13 +15,13 @@ import httpx
 import pytest
 
 import peagle
+from peagle.config import EngineConfig
 from tests.cli.conftest import run_peagle
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--enable-prefix-caching"], "no prefix cache"),
         (["--async-scheduling"], "--async-scheduling"),
         (["--max-cudagraph-capture-size", 4096], "no CUDA graphs"),
         (["--kv-cache-dtype", "fp8"], "expected auto"),
@@ -35,6 +35,13 @@ def test_refused_before_anything_is_loaded(flags: list[object], says: str) -> No
     result = run_peagle("serve", "no/such-model", *flags)
     assert result.exit_code == 2
     assert says in result.output
+
+
+@pytest.mark.skipif(hasattr(EngineConfig, "enable_prefix_caching"), reason="this engine has a prefix cache")
+def test_prefix_caching_without_a_prefix_cache() -> None:
+    result = run_peagle("serve", "no/such-model", "--enable-prefix-caching")
+    assert result.exit_code == 2
+    assert "no prefix cache" in result.output
 
 
 def test_a_port_that_is_taken() -> None:

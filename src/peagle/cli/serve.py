@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,18 +14,8 @@ if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
 
-def refuse_absent(
-    enable_prefix_caching: bool | None,
-    async_scheduling: bool | None,
-    max_cudagraph_capture_size: int | None,
-    kv_cache_dtype: str,
-) -> None:
+def refuse_absent(async_scheduling: bool | None, max_cudagraph_capture_size: int | None, kv_cache_dtype: str) -> None:
     """Flags of vLLM whose meaning this engine does not have are refused, never dropped."""
-    if enable_prefix_caching:
-        raise InputError(
-            "--enable-prefix-caching: this engine has no prefix cache, every prompt is computed; leave the flag out or "
-            "give --no-enable-prefix-caching"
-        )
     if async_scheduling:
         raise InputError(
             "--async-scheduling: this engine plans a step after the one before it has ended; leave the flag out or "
@@ -39,6 +30,20 @@ def refuse_absent(
         raise InputError(
             f"--kv-cache-dtype: got {kv_cache_dtype!r}, expected auto: keys and values are kept in the model's dtype"
         )
+
+
+def prefix_caching(enable: bool | None) -> dict[str, Any]:
+    """The engine's setting for the flag, if the engine has a prefix cache; without one only "no" can be had."""
+    from peagle.config import EngineConfig
+
+    if any(field.name == "enable_prefix_caching" for field in fields(EngineConfig)):
+        return {} if enable is None else {"enable_prefix_caching": enable}
+    if enable:
+        raise InputError(
+            "--enable-prefix-caching: this engine has no prefix cache, every prompt is computed; leave the flag out or "
+            "give --no-enable-prefix-caching"
+        )
+    return {}
 
 
 class Collected(logging.Handler):
@@ -98,7 +103,11 @@ def serve(
     cpu_kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on a CPU.")] = 1.0,
     kv_cache_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto: the model's dtype.")] = "auto",
     enable_prefix_caching: Annotated[
-        bool | None, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Not there yet.")
+        bool | None,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Reuse what was computed of a prompt's beginning.",
+        ),
     ] = None,
     enable_chunked_prefill: Annotated[
         bool,
@@ -125,7 +134,7 @@ def serve(
     access_log: Annotated[bool, typer.Option(help="Log a line a request.")] = False,
 ) -> None:
     """Serve a model over OpenAI's HTTP API, in place of `vllm serve` on one machine."""
-    refuse_absent(enable_prefix_caching, async_scheduling, max_cudagraph_capture_size, kv_cache_dtype)
+    refuse_absent(async_scheduling, max_cudagraph_capture_size, kv_cache_dtype)
 
     from peagle.config import EngineConfig, SpeculativeConfig
 
@@ -140,6 +149,7 @@ def serve(
         cpu_kv_cache_gib=cpu_kv_cache_gib,
         enable_chunked_prefill=enable_chunked_prefill,
         seed=seed,
+        **prefix_caching(enable_prefix_caching),
     )
     try:
         from peagle.server.run import banner, bind, make_server

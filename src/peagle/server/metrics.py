@@ -59,6 +59,13 @@ class ServerMetrics:
             "request_queue_time", "time spent in WAITING phase for request", WHOLE_REQUEST
         )
         self._last_preemptions = 0
+        # counters of totals that not every engine keeps, by the name that they have in its statistics
+        texts = {
+            "prefix_cache_queries": "Prefix cache queries, in terms of number of queried tokens.",
+            "prefix_cache_hits": "Prefix cache hits, in terms of number of cached tokens.",
+        }
+        self._totals = {n: self._counter(n, text) for n, text in texts.items() if hasattr(engine.stats, n)}
+        self._last_totals = dict.fromkeys(self._totals, 0)
         if engine.drafter is not None:
             self.drafts = self._counter("spec_decode_num_drafts", "Number of spec decoding drafts.")
             self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Number of draft tokens.")
@@ -99,6 +106,10 @@ class ServerMetrics:
         stats = self.engine.stats
         self.preemptions.inc(stats.num_preemptions - self._last_preemptions)
         self._last_preemptions = stats.num_preemptions
+        for name, counter in self._totals.items():
+            value = getattr(stats, name)
+            counter.inc(value - self._last_totals[name])
+            self._last_totals[name] = value
         if self.engine.drafter is None:
             return
         spec = stats.spec
