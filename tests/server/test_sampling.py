@@ -118,7 +118,7 @@ def test_logprobs_of_a_chat(server: Running) -> None:
     assert len(reported.content) == 12
     assert "".join(entry.token for entry in reported.content) == whole.choices[0].message.content
     for entry in reported.content:  # greedy: the chosen one is the likeliest
-        assert [top.token for top in entry.top_logprobs][0] == entry.token
+        assert entry.top_logprobs[0].token == entry.token
         assert len(entry.top_logprobs) == 2
         assert entry.logprob == entry.top_logprobs[0].logprob <= 0
     streamed = []
