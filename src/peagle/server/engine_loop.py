@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # So many failed steps without a good one between them mean that the engine will not recover (a lost GPU, say).
 FAILURES_UNTIL_UNHEALTHY = 3
+STOP_SECONDS = 15
 
 
 # token id -> an entry with logprob, rank and decoded_token: the chosen token first, then the likeliest
@@ -134,9 +135,9 @@ class EngineLoop:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after the step that it is in."""
+        """End the thread after the step that it is in; one that hangs is left behind."""
         self._commands.put(_Stop())
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, STOP_SECONDS)
 
     @property
     def num_open(self) -> int:
