@@ -17,6 +17,7 @@ from peagle.cli.data import data_app
 from peagle.cli.demo import demo
 from peagle.cli.eval import evaluate
 from peagle.cli.inspect import inspect
+from peagle.cli.serve import serve
 from peagle.cli.train import train
 from peagle.errors import InputError
 
@@ -50,6 +51,7 @@ app.command("train", short_help="Train a head on a target's answers.")(train)
 app.command("eval", short_help="Measure how many drafts heads get accepted.")(evaluate)
 app.command("inspect", short_help="Describe a head, and say what fits it.")(inspect)
 app.command("convert", short_help="Write a head in the native or the speculators layout.")(convert)
+app.command("serve", short_help="Serve a model with a head over OpenAI's HTTP API.")(serve)
 app.command("demo", short_help="Watch plain, EAGLE-3 and P-EAGLE decoding.")(demo)
 
 

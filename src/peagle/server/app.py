@@ -1,0 +1,207 @@
+"""The routes: OpenAI's completions, chat and models, vLLM's tokenize and detokenize, health, version and metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from peagle.errors import InputError
+from peagle.server.answers import Answer
+from peagle.server.asgi import ClientGone, EventStream, Guard, error_response, unless_disconnected
+from peagle.server.engine_loop import EngineLoop
+from peagle.server.errors import ApiError, ErrorBody, bad_request, shutting_down
+from peagle.server.prompts import Prompts
+from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from peagle.server.sampling import choice_params, from_input_error, sampling_params, wanted_logprobs
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """model_names: what clients may call the model; the first is what answers and metrics say."""
+
+    model_names: tuple[str, ...]
+    api_keys: Sequence[str] = field(default=(), repr=False)
+    stream_interval: int = 1
+
+
+def version() -> str:
+    try:
+        return metadata.version("peagle")
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, with the field's name."""
+    first = error.errors()[0]
+    path = [part for part in first["loc"] if part != "body"]
+    # a union's alternatives are part of the location, in square brackets or by type name; the field comes first
+    name = str(path[0]) if path else ""
+    if first["type"] == "json_invalid":
+        return bad_request(None, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    where = ".".join(map(str, path)) or "body"
+    if first["type"] == "extra_forbidden":
+        return bad_request(name, f"{where}: unknown field, expected only fields of this server's API", "unknown_field")
+    return bad_request(name or None, f"{where}: {first['msg']}")
+
+
+def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
+    """The app over an engine loop, which it starts and stops."""
+    engine = engine_loop.engine
+    prompts = Prompts(engine.target.tokenizer, engine.target.vocab_size, engine.max_model_len)
+    started = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine_loop.start()
+        yield
+        await engine_loop.stop()
+
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody} for status in (400, 401, 404, 413, 429, 500, 503)
+    }
+    app = FastAPI(title="peagle", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, api_keys=settings.api_keys)
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_response(validation_error(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return error_response(ApiError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, f"unexpected {type(error).__name__}", type="server_error"))
+
+    def check_model(name: str | None) -> None:
+        if name is not None and name not in settings.model_names:
+            raise ApiError(
+                404,
+                f"model: {name!r} is not served here, expected {' or '.join(map(repr, settings.model_names))}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def generate(body: ChatBody | CompletionBody, request: Request) -> Response:
+        if engine_loop.draining:
+            raise shutting_down()
+        check_model(body.model)
+        chat = isinstance(body, ChatBody)
+        max_tokens, max_tokens_field = body.max_tokens, "max_tokens"
+        if isinstance(body, ChatBody):
+            if body.max_completion_tokens is not None:
+                if max_tokens is not None:
+                    raise bad_request("max_tokens", "max_tokens: not allowed beside max_completion_tokens")
+                max_tokens, max_tokens_field = body.max_completion_tokens, "max_completion_tokens"
+            params = sampling_params(body, max_tokens)
+            token_ids = [await prompts.chat(body)]
+        else:
+            max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
+            params = sampling_params(body, max_tokens)
+            token_ids = await prompts.completion(body)
+            if body.max_tokens is None:
+                max_tokens = None  # the default gives way to a shorter room
+        for ids in token_ids:
+            prompts.check_length(ids, max_tokens, "messages" if chat else "prompt", max_tokens_field)
+        n = body.n or 1
+        work = [(ids, choice_params(params, choice)) for ids in token_ids for choice in range(n)]
+        answer = Answer(
+            kind="chat" if chat else "text",
+            model=body.model or settings.model_names[0],
+            prompts=token_ids,
+            n=n,
+            include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            return_token_ids=bool(body.return_token_ids),
+            return_spec_metrics=bool(body.return_spec_metrics),
+            top_logprobs=wanted_logprobs(body) or 0,
+            stream_interval=settings.stream_interval,
+        )
+        try:
+            call = await unless_disconnected(request.receive, engine_loop.submit(work))
+        except InputError as error:
+            raise from_input_error(error, body) from error
+        if body.stream:
+            return EventStream(answer.events(call), call.close)
+        try:
+            return JSONResponse(await unless_disconnected(request.receive, answer.whole(call)))
+        finally:
+            call.close()
+
+    @app.post("/v1/chat/completions", responses=errors)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        return await generate(body, request)
+
+    @app.post("/v1/completions", responses=errors)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        return await generate(body, request)
+
+    @app.post("/tokenize", responses=errors)
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        check_model(body.model)
+        return await prompts.tokenize(body)
+
+    @app.post("/detokenize", responses=errors)
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        check_model(body.model)
+        return await prompts.detokenize(body)
+
+    @app.get("/v1/models", responses=errors)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model(name) for name in settings.model_names]}
+
+    @app.get("/v1/models/{name:path}", responses=errors)
+    async def one_model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return model(name)
+
+    def model(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "peagle",
+            "root": engine.target.name_or_path,
+            "parent": None,
+            "max_model_len": engine.max_model_len,
+        }
+
+    @app.get("/health", responses=errors)
+    async def health() -> Response:
+        if engine_loop.draining:
+            raise shutting_down()
+        if not engine_loop.healthy:
+            raise ApiError(503, "the engine fails at every step", type="server_error")
+        return Response()
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": version()}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(engine_loop.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return app

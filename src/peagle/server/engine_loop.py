@@ -1,0 +1,306 @@
+"""The engine on a thread of its own: commands go in through a queue, tokens come out on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.engine.engine import Engine
+from peagle.engine.outputs import FinishReason, StepOutput
+from peagle.engine.request import Request, Status
+from peagle.engine.sampling_params import SamplingParams
+from peagle.engine.stats import SpecMetrics
+from peagle.errors import InputError
+from peagle.server.errors import ApiError, bad_request, engine_failed, queue_full, shutting_down
+from peagle.server.metrics import ServerMetrics
+
+log = logging.getLogger(__name__)
+
+# So many failed steps without a good one between them mean that the engine will not recover (a lost GPU, say).
+FAILURES_UNTIL_UNHEALTHY = 3
+STOP_SECONDS = 15
+
+
+# token id -> an entry with logprob, rank and decoded_token: the chosen token first, then the likeliest
+PositionLogprobs = dict[int, Any]
+
+
+@dataclass(slots=True)
+class Update:
+    """What one step added to the index-th choice of a call."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    metrics: SpecMetrics | None = None  # of the whole choice, with finish_reason
+    logprobs: list[PositionLogprobs] | None = None  # one a token, for requests that ask for them
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One engine request: the index-th choice of a call."""
+
+    request_id: str
+    index: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    call: Call
+    arrived: float = field(default_factory=time.monotonic)
+    request: Request | None = None
+    last_token: float | None = None  # when; None before the first
+
+
+class Call:
+    """One HTTP request's choices while they run. Iterate over it for updates; `close` it in any case."""
+
+    def __init__(self, engine_loop: EngineLoop, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
+        name = uuid.uuid4().hex
+        self.jobs = [Job(f"{name}-{i}", i, ids, params, self) for i, (ids, params) in enumerate(prompts)]
+        self.updates: asyncio.Queue[Update | ApiError] = asyncio.Queue()
+        self._engine_loop = engine_loop
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        """Updates until every choice has finished. Raises ApiError when the engine fails."""
+        running = len(self.jobs)
+        while running:
+            update = await self.updates.get()
+            if isinstance(update, ApiError):
+                raise update
+            running -= update.finished
+            yield update
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._engine_loop.abort(self.jobs)
+
+
+@dataclass(slots=True)
+class _Add:
+    jobs: list[Job]
+    added: asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class _Abort:
+    request_ids: list[str]
+
+
+class _Stop:
+    pass
+
+
+@dataclass(slots=True)
+class _Fail:
+    error: ApiError
+
+
+class EngineLoop:
+    """Owns the engine's thread. Methods without a leading underscore belong to the event loop, `_run` and what it calls
+    to the thread; only the command queue and `call_soon_threadsafe` lie between them.
+
+    max_queue: how many requests may wait beyond the `max_num_seqs` that can run at once.
+    """
+
+    def __init__(self, engine: Engine, model_name: str, max_queue: int) -> None:
+        self.engine = engine
+        self.capacity = engine.config.max_num_seqs + max_queue
+        self.metrics = ServerMetrics(engine, model_name, lambda: max(len(self._open) - len(engine.requests), 0))
+        self.draining = False
+        self.failures = 0  # failed steps in a row
+        self._open: dict[str, Job] = {}  # event loop's: submitted, neither finished nor aborted
+        self._jobs: dict[str, Job] = {}  # thread's: in the engine
+        self._unscheduled: list[Job] = []  # thread's: in the engine, not run yet
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Fail | _Stop] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    # on the event loop
+
+    def start(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread after the step that it is in; one that hangs is left behind."""
+        self._commands.put(_Stop())
+        await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that run or wait."""
+        return len(self._open)
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and self.failures < FAILURES_UNTIL_UNHEALTHY
+
+    async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Call:
+        """Enter all choices of a call, or none. Raises ApiError (429, 503), InputError from the engine's checks."""
+        if self.draining:
+            raise shutting_down()
+        if len(prompts) > self.capacity:
+            raise bad_request("n", f"n times prompts: got {len(prompts)}, and the server takes {self.capacity} at once")
+        if len(self._open) + len(prompts) > self.capacity:
+            raise queue_full(len(self._open), self.capacity)
+        call = Call(self, prompts)
+        self._open |= {job.request_id: job for job in call.jobs}
+        added: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._commands.put(_Add(call.jobs, added))
+        try:
+            await added
+        except BaseException:  # a disconnect too
+            call.close()
+            raise
+        return call
+
+    def abort(self, jobs: Sequence[Job]) -> None:
+        """Drop those of the jobs that have not finished."""
+        ids = [job.request_id for job in jobs if self._open.pop(job.request_id, None) is not None]
+        if ids:
+            self._commands.put(_Abort(ids))
+
+    def fail_all(self, error: ApiError) -> None:
+        """End everything that runs or waits with an error."""
+        self._commands.put(_Fail(error))
+
+    def _hand_out(self, updates: list[tuple[Job, Update | ApiError]]) -> None:
+        for job, update in updates:
+            if isinstance(update, ApiError) or update.finished:
+                self._open.pop(job.request_id, None)
+            job.call.updates.put_nowait(update)
+
+    # on the thread
+
+    def _run(self) -> None:
+        while self._obey(wait=not self.engine.has_unfinished):
+            if not self.engine.has_unfinished:
+                continue
+            began = time.monotonic()
+            try:
+                outputs = self.engine.step()
+                self._report(outputs, began)
+                self.failures = 0
+            except Exception as error:
+                log.exception("a step failed; the requests in flight are dropped")
+                self.failures += 1
+                self._drop_all(engine_failed(error))
+
+    def _obey(self, wait: bool) -> bool:
+        """Carry out all commands that are there, waiting for a first one if told to; False to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if isinstance(command, _Add):
+                self._add(command)
+            elif isinstance(command, _Abort):
+                self._abort(command.request_ids)
+            elif isinstance(command, _Fail):
+                self._drop_all(command.error)
+            else:
+                return False
+
+    def _tell(self, callback: Callable[..., Any], *args: Any) -> None:
+        assert self._event_loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._event_loop.call_soon_threadsafe(callback, *args)
+
+    def _add(self, command: _Add) -> None:
+        error: Exception | None = None
+        for job in command.jobs:
+            try:
+                job.request = self.engine.add_request(job.request_id, job.prompt_token_ids, job.params, True)
+            except Exception as raised:
+                error = raised if isinstance(raised, InputError) else engine_failed(raised)
+                break
+            self._jobs[job.request_id] = job
+            self._unscheduled.append(job)
+        if error is not None:
+            self._forget([job.request_id for job in command.jobs])
+        self._tell(_resolve, command.added, error)
+
+    def _forget(self, request_ids: list[str]) -> int:
+        """Take requests out of the engine; how many were there."""
+        found = 0
+        for request_id in request_ids:
+            if self._jobs.pop(request_id, None) is not None:
+                self.engine.abort(request_id)
+                found += 1
+        self._unscheduled = [job for job in self._unscheduled if job.request_id in self._jobs]
+        return found
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self.metrics.finished["abort"].inc(self._forget(request_ids))
+
+    def _drop_all(self, error: ApiError) -> None:
+        jobs = list(self._jobs.values())
+        # a step that failed halfway may have ended requests without giving their blocks back
+        scheduler = self.engine.scheduler
+        scheduler.remove_finished([r for r in scheduler.running if r.status is Status.FINISHED])
+        self._forget([job.request_id for job in jobs])
+        self.metrics.finished["error"].inc(len(jobs))
+        self._tell(self._hand_out, [(job, error) for job in jobs])
+
+    def _report(self, outputs: list[StepOutput], began: float) -> None:
+        """Count a step's tokens and send them to those who wait for them."""
+        now = time.monotonic()
+        metrics = self.metrics
+        metrics.count_step()
+        if self._unscheduled:
+            still = []
+            for job in self._unscheduled:
+                assert job.request is not None
+                if job.request.status is Status.WAITING:
+                    still.append(job)
+                else:
+                    metrics.queue_time.observe(began - job.arrived)
+            self._unscheduled = still
+        updates: list[tuple[Job, Update | ApiError]] = []
+        tokens = 0
+        for output in outputs:
+            job = self._jobs[output.request_id]
+            assert job.request is not None
+            tokens += len(output.new_token_ids)
+            if job.last_token is None:
+                metrics.first_token.observe(now - job.arrived)
+                metrics.prompt_tokens.inc(len(job.prompt_token_ids))
+            else:
+                metrics.between_tokens.observe(now - job.last_token)
+            job.last_token = now
+            update = Update(job.index, output.new_text, output.new_token_ids)
+            update.logprobs = getattr(output, "new_logprobs", None)
+            if output.finished:
+                update.finish_reason, update.stop_reason = output.finish_reason, output.stop_reason
+                update.metrics = job.request.metrics
+                del self._jobs[output.request_id]
+                metrics.finished[output.finish_reason or "stop"].inc()
+                metrics.whole_request.observe(now - job.arrived)
+            updates.append((job, update))
+        metrics.generation_tokens.inc(tokens)
+        if updates:
+            self._tell(self._hand_out, updates)
+
+
+def _resolve(added: asyncio.Future[None], error: Exception | None) -> None:
+    if added.done():  # whoever waited has gone
+        return
+    if error is None:
+        added.set_result(None)
+    else:
+        added.set_exception(error)

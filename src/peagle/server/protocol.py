@@ -1,0 +1,127 @@
+"""The bodies of requests. A field that is not declared here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 64
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class TextFormat(Body):
+    """The only response format that there is: free text."""
+
+    type: Literal["text"]
+
+
+class GenerationBody(Body):
+    """What chat and plain completions have in common: OpenAI's fields, then vLLM's, then this server's own."""
+
+    model: str | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: Annotated[str, Field(min_length=1)] | StopStrings | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    user: str | None = None
+    # vLLM's extensions
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    # this server's own
+    num_speculative_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Draft tokens a step for this request, at most the server's; 0 decodes it plainly."
+    )
+    return_spec_metrics: bool | None = Field(
+        default=None, description="Add each choice's draft and acceptance counts to the response, as spec_metrics."
+    )
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: str | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a conversation. The fields below `name` are in what a client got back from here, and are null."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: TextFormat | None = None
+    # vLLM's extensions
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt, or messages by the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds

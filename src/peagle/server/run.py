@@ -1,0 +1,93 @@
+"""From a loaded engine to a server that answers, and its orderly end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from peagle.engine.engine import Engine
+from peagle.errors import InputError
+from peagle.server.engine_loop import EngineLoop
+from peagle.server.errors import shutting_down
+
+log = logging.getLogger(__name__)
+
+# After the last request has ended its answer may still be on its way to the client.
+FLUSH_SECONDS = 3
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on the address, not listening yet: a port that is taken is told before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise InputError(f"host, port: cannot listen on {host}:{port} ({error})") from error
+    return sock
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, with another end: the first SIGTERM or SIGINT makes new requests get 503 and lets those in flight finish
+    (for drain_seconds at most; then they fail with 503), a second one ends at once. Either way the process returns."""
+
+    def __init__(self, config: uvicorn.Config, engine_loop: EngineLoop, drain_seconds: float) -> None:
+        super().__init__(config)
+        self.engine_loop = engine_loop
+        self.drain_seconds = drain_seconds
+        self._deadline: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._deadline is not None:
+            self._deadline = 0.0
+            return
+        self.engine_loop.draining = True
+        self._deadline = time.monotonic() + self.drain_seconds
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls it ten times a second; True ends the server."""
+        if self._deadline is not None:
+            late = time.monotonic() >= self._deadline
+            if late and self.engine_loop.num_open:
+                log.warning("%d requests did not finish in time", self.engine_loop.num_open)
+                self.engine_loop.fail_all(shutting_down())
+            if late or not self.engine_loop.num_open:
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def make_server(app: FastAPI, engine_loop: EngineLoop, drain_seconds: float, access_log: bool = True) -> DrainingServer:
+    """The HTTP server of an app; `run(sockets=[bind(...)])` serves until a signal ends it."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=access_log, timeout_graceful_shutdown=FLUSH_SECONDS, timeout_keep_alive=75
+    )
+    return DrainingServer(config, engine_loop, drain_seconds)
+
+
+def banner(engine: Engine, model_names: tuple[str, ...], url: str, warnings: list[str]) -> str:
+    """What will run, for the terminal."""
+    target, drafter, blocks = engine.target, engine.drafter, engine.blocks
+    dtype = str(target.dtype).removeprefix("torch.")
+    lines = [f"target       {target.name_or_path} · {dtype} on {target.device} · served as {', '.join(model_names)}"]
+    if drafter is None:
+        lines.append("head         none: plain decoding")
+    else:
+        kind = "P-EAGLE, all drafts in one pass" if drafter.config.kind == "p-eagle" else "EAGLE-3, one draft a pass"
+        layers = drafter.config.num_hidden_layers
+        lines.append(f"head         {kind} · {layers} layer{'s' * (layers > 1)} · K = {engine.num_speculative_tokens}")
+    held = blocks.num_blocks * blocks.block_size
+    lines += [
+        f"KV cache     {blocks.num_blocks} blocks of {blocks.block_size} · {held} tokens",
+        f"limits       {engine.max_model_len} tokens a request · {engine.config.max_num_seqs} requests at once · "
+        f"{engine.scheduler.max_num_batched_tokens} tokens a step",
+        *(f"warning      {text}" for text in warnings),
+        f"listening    {url}",
+    ]
+    return "\n".join(lines)

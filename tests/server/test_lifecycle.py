@@ -1,0 +1,176 @@
+"""Clients that go, queues that fill, steps that fail, and the end: the server lives on and no block is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from peagle.target import Target
+from tests.server.conftest import MODEL, Running, Start, hold, script, tiny_engine, wait_for
+
+LONG = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_aborts(start: Start, target: Target, stream: bool) -> None:
+    server = start(tiny_engine(target))
+    gate = hold(server.engine)
+    body = json.dumps(LONG | {"stream": stream, "n": 3}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: len(server.engine.requests) == 3)
+    wait_for(lambda: server.loop.num_open == 0)  # noticed while nothing is sent
+    gate.set()
+    server.settle()
+    assert server.loop.metrics.finished["abort"]._value.get() == 3
+    assert server.post("/v1/completions", {"prompt": "still here"}).status_code == 200
+
+
+def test_a_client_that_stops_reading_in_the_middle(start: Start, target: Target) -> None:
+    server = start(tiny_engine(target))
+    stream = server.client().completions.create(model=MODEL, prompt=[1], max_tokens=200, stream=True)
+    for _, _chunk in zip(range(3), stream, strict=False):
+        pass
+    stream.close()
+    server.settle()
+
+
+def test_queue_full(start: Start, target: Target) -> None:
+    server = start(tiny_engine(target, max_num_seqs=2), max_queue=1)
+    gate = hold(server.engine)
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(server.post, "/v1/completions", LONG | {"max_tokens": 5}) for _ in range(3)]
+        wait_for(lambda: server.loop.num_open == 3)
+        with pytest.raises(openai.RateLimitError) as caught:
+            server.client().completions.create(model=MODEL, prompt="x")
+        assert caught.value.code == "queue_full"
+        assert caught.value.response.headers["retry-after"] == "1"
+        # a call that could never fit is the client's mistake
+        assert server.post("/v1/completions", {"prompt": "x", "n": 4}).json()["error"]["param"] == "n"
+        gate.set()
+        assert [answer.result().status_code for answer in running] == [200] * 3
+    server.settle()
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+def test_a_step_that_fails(start: Start, target: Target) -> None:
+    server = start(tiny_engine(target))
+    execute, broken = server.engine.runner.execute, threading.Event()
+
+    def breaks(plan: object) -> object:
+        if broken.is_set():
+            raise RuntimeError("a kernel went wrong")
+        return execute(plan)  # type: ignore[arg-type]
+
+    server.engine.runner.execute = breaks  # type: ignore[method-assign, assignment]
+    broken.set()
+    with pytest.raises(openai.InternalServerError, match="a kernel went wrong"):
+        server.client().completions.create(model=MODEL, prompt="x")
+    chunks = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stream": True}).text.split("\n\n")
+    assert "a kernel went wrong" in chunks[-3]
+    assert chunks[-2] == "data: [DONE]"
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.post("/v1/completions", {"prompt": "x"})
+    assert httpx.get(f"{server.url}/health").status_code == 503  # three in a row
+    broken.clear()
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.settle()
+
+
+def test_a_step_that_fails_after_requests_ended(start: Start, target: Target) -> None:
+    server = start(tiny_engine(target))
+    remove, failed = server.engine.scheduler.remove_finished, threading.Event()
+
+    def breaks(finished: list[object]) -> None:
+        if finished and not failed.is_set():
+            failed.set()
+            raise RuntimeError("too early")
+        remove(finished)  # type: ignore[arg-type]
+
+    server.engine.scheduler.remove_finished = breaks  # type: ignore[method-assign, assignment]
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 3}).status_code == 500
+    server.settle()
+
+
+def test_drain(start: Start, target: Target) -> None:
+    server = start(tiny_engine(target))
+    gate = hold(server.engine)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", LONG | {"max_tokens": 5})
+        wait_for(lambda: server.loop.num_open == 1)
+        server.server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(openai.InternalServerError) as caught:
+            server.client().completions.create(model=MODEL, prompt="x")
+        assert caught.value.status_code == 503
+        assert caught.value.code == "shutting_down"
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        gate.set()
+        assert running.result().status_code == 200
+    wait_for(lambda: server.server.should_exit)
+    server.settle()
+
+
+def test_drain_ends_after_its_time(start: Start, target: Target) -> None:
+    server = start(tiny_engine(target), drain_seconds=0.2)
+    step = server.engine.step
+
+    def endless() -> object:
+        wait_for(lambda: server.server.should_exit)
+        server.engine.step = step  # type: ignore[method-assign]
+        return step()
+
+    server.engine.step = endless  # type: ignore[method-assign, assignment]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", LONG)
+        wait_for(lambda: server.loop.num_open == 1)
+        server.server.handle_exit(signal.SIGTERM, None)
+        answer = running.result()
+    assert answer.status_code == 503
+    server.settle()
+
+
+def events(answer: httpx.Response) -> list[dict[str, object]]:
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def streamed(server: Running, **body: object) -> list[str]:
+    chunks = events(server.post("/v1/completions", {"prompt": "x", "stream": True, **body}))
+    return [chunk["choices"][0]["text"] for chunk in chunks]  # type: ignore[index]
+
+
+def test_characters_and_stop_strings_split_across_steps(start: Start, target: Target) -> None:
+    engine = tiny_engine(target, None)
+    assert engine.target.tokenizer is not None
+    text = "aé→🙂b STOP c"
+    tokens = engine.target.tokenizer(text, add_special_tokens=False).input_ids
+    script(engine, list(tokens))
+    server = start(engine)
+    # one token is one byte: nothing half is ever sent
+    assert streamed(server, max_tokens=len(tokens)) == [*text]
+    assert streamed(server, max_tokens=2) == ["a", "\ufffd"]  # the end of the answer lies within a character
+    pieces = streamed(server, max_tokens=len(tokens), stop="STOP")
+    assert "".join(pieces) == "aé→🙂b "
+    pieces = streamed(server, max_tokens=len(tokens), stop="STORE")  # held back, then sent after all
+    assert pieces == [*"aé→🙂b ", "STOP", *" c"]
+    pieces = streamed(server, max_tokens=len(tokens), stop=["OP", "→"], include_stop_str_in_output=True)
+    assert "".join(pieces) == "aé→"
+
+
+def test_stream_interval(start: Start, target: Target) -> None:
+    engine = tiny_engine(target, None)
+    assert engine.target.tokenizer is not None
+    script(engine, list(engine.target.tokenizer("0123456789", add_special_tokens=False).input_ids))
+    server = start(engine, stream_interval=4)
+    assert streamed(server, max_tokens=10) == ["0", "1234", "5678", "9"]

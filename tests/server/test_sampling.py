@@ -1,0 +1,145 @@
+"""A request's fields as the engine's parameters; what the engine does not have is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import peagle.server.sampling as sampling
+from peagle.engine.sampling_params import SamplingParams
+from peagle.server.answers import chat_logprobs, text_logprobs
+from peagle.server.errors import ApiError
+from peagle.server.protocol import ChatBody, CompletionBody
+from tests.server.conftest import MODEL, Running
+
+OLD_FIELDS = frozenset(
+    (
+        *("max_tokens", "temperature", "top_k", "top_p", "stop", "stop_token_ids", "ignore_eos", "seed", "min_tokens"),
+        *("skip_special_tokens", "include_stop_str_in_output", "num_speculative_tokens"),
+    )
+)
+needs_logprobs = pytest.mark.skipif("logprobs" not in sampling.ENGINE_FIELDS, reason="this engine reports none")
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return CompletionBody(prompt="x", **fields)
+
+
+def chat(**fields: Any) -> ChatBody:
+    return ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "harmless", "asks"),
+    [
+        ("min_p", 0.0, 0.1),
+        ("repetition_penalty", 1.0, 1.1),
+        ("presence_penalty", 0.0, -1.0),
+        ("frequency_penalty", 0.0, 2.0),
+        ("logit_bias", {}, {"5": 1.0}),
+        ("logprobs", None, 0),
+        ("prompt_logprobs", None, 1),
+        ("echo", False, True),
+        ("best_of", 1, 2),
+        ("suffix", "", "tail"),
+    ],
+)
+def test_what_the_engine_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, harmless: object, asks: object
+) -> None:
+    monkeypatch.setattr(sampling, "ENGINE_FIELDS", OLD_FIELDS)
+    assert sampling.sampling_params(completion(**{name: harmless}), 16) == SamplingParams()
+    with pytest.raises(ApiError, match=f"^{name}: ") as caught:
+        sampling.sampling_params(completion(**{name: asks}), 16)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_what_the_engine_has_is_passed_on() -> None:
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "stop": ["a"], "stop_token_ids": [4]}
+    flags = {"ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True, "min_tokens": 2}
+    assert sampling.sampling_params(completion(**fields, **flags), 9) == SamplingParams(9, **fields, **flags)  # type: ignore[arg-type]
+    assert sampling.sampling_params(chat(), None) == SamplingParams(max_tokens=None)
+
+
+def test_choices_take_the_following_seeds() -> None:
+    params = SamplingParams(seed=2**63 - 1, stop="x")
+    assert sampling.choice_params(params, 0) == params
+    assert sampling.choice_params(params, 2) == SamplingParams(seed=1, stop="x")
+    assert sampling.choice_params(SamplingParams(), 2) == SamplingParams()
+
+
+class Entry:
+    def __init__(self, logprob: float, rank: int, token: str) -> None:
+        self.logprob, self.rank, self.decoded_token = logprob, rank, token
+
+
+POSITIONS = [
+    {5: Entry(-2.0, 3, "é"), 1: Entry(-0.1, 1, "b"), 2: Entry(-0.2, 2, "c")},
+    {1: Entry(float("-inf"), 1, "b")},
+]
+
+
+def test_logprobs_in_both_forms() -> None:
+    answer = chat_logprobs(POSITIONS, 2)["content"]
+    assert answer[0] == {
+        "token": "é",
+        "logprob": -2.0,
+        "bytes": [195, 169],
+        "top_logprobs": [
+            {"token": "b", "logprob": -0.1, "bytes": [98]},
+            {"token": "c", "logprob": -0.2, "bytes": [99]},
+        ],
+    }
+    assert answer[1]["logprob"] == -9999.0
+    assert text_logprobs(POSITIONS, 2, 10) == {
+        "tokens": ["é", "b"],
+        "token_logprobs": [-2.0, -9999.0],
+        "top_logprobs": [{"é": -2.0, "b": -0.1, "c": -0.2}, {"b": -9999.0}],
+        "text_offset": [10, 11],
+    }
+
+
+@needs_logprobs
+def test_logprobs_of_a_chat(server: Running) -> None:
+    settings: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hi"}],
+        "temperature": 0,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    client = server.client()
+    whole = client.chat.completions.create(**settings)
+    reported = whole.choices[0].logprobs
+    assert reported is not None
+    assert reported.content is not None
+    assert len(reported.content) == 12
+    assert "".join(entry.token for entry in reported.content) == whole.choices[0].message.content
+    for entry in reported.content:  # greedy: the chosen one is the likeliest
+        assert entry.top_logprobs[0].token == entry.token
+        assert len(entry.top_logprobs) == 2
+        assert entry.logprob == entry.top_logprobs[0].logprob <= 0
+    streamed = []
+    for chunk in client.chat.completions.create(**settings, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert [entry.token for entry in streamed] == [entry.token for entry in reported.content]
+
+
+@needs_logprobs
+def test_logprobs_and_penalties_of_a_completion(server: Running) -> None:
+    client = server.client()
+    settings: dict[str, Any] = {"model": MODEL, "prompt": [3, 4], "temperature": 0, "max_tokens": 20, "logprobs": 1}
+    whole = client.completions.create(**settings).choices[0]
+    assert whole.logprobs is not None
+    assert "".join(whole.logprobs.tokens or []) == whole.text
+    assert whole.logprobs.text_offset == list(range(20))
+    assert all(len(top) == 1 for top in whole.logprobs.top_logprobs or [])
+    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**settings, stream=True)]
+    assert [offset for part in streamed if part for offset in part.text_offset or []] == list(range(20))
+    biased = client.completions.create(**settings, logit_bias={"7": 100}, extra_body={"min_p": 0.1}).choices[0]
+    assert biased.text == chr(40) * 20  # token 7 of the tiny tokenizer
+    once = client.completions.create(**settings, frequency_penalty=2.0, extra_body={"repetition_penalty": 5.0})
+    assert once.choices[0].text != whole.text
