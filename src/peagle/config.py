@@ -184,13 +184,14 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: Literal["auto", "dense", "flex"] = "auto"
     compile: Literal["auto", "off"] = "auto"
+    loss_kernel: Literal["auto", "compile"] = "auto"
 
     # fields that a resumed run may change: they decide when it ends and how it runs, not what it computes
     FREE: ClassVar[frozenset[str]] = frozenset(
         (
             *("output", "resume", "max_steps", "epochs", "max_samples", "max_minutes"),
             *("validate_every", "log_every", "save_every", "save_minutes", "keep_checkpoints", "tensorboard"),
-            *("device", "attention", "compile"),
+            *("device", "attention", "compile", "loss_kernel"),
         )
     )
 
@@ -211,6 +212,7 @@ class TrainConfig:
             "dtype": ("auto", "float32", "bfloat16"),
             "attention": ("auto", "dense", "flex"),
             "compile": ("auto", "off"),
+            "loss_kernel": ("auto", "compile"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

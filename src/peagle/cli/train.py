@@ -94,6 +94,7 @@ def train(
     dtype: Annotated[str | None, typer.Option(help="auto (bfloat16 on a GPU), float32 or bfloat16.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto (flex on a GPU), dense or flex.")] = None,
     compile: Annotated[str | None, typer.Option(help="auto (on a GPU) or off.")] = None,
+    loss_kernel: Annotated[str | None, typer.Option(help="auto (Triton on a GPU) or compile (torch.compile).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be trained, and stop.")] = False,
 ) -> None:
     """Train a P-EAGLE or EAGLE-3 head for TARGET on the answers in DATA.
@@ -112,6 +113,10 @@ def train(
 
     # packs differ in their numbers of rows; without it the allocator's cache would grow a block a size
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # compiled kernels outlive the run: the default is a folder below /tmp
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "peagle"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     from peagle.training.trainer import train as run
 
     result = run(settings, dry_run=dry_run)

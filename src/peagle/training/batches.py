@@ -225,6 +225,7 @@ class BatchMaker:
     draft_ids: Tensor | None
     row_multiple: int
     slice_rows: int
+    loss_multiple: int
     seed: int
     encode_tokens: int  # most padded tokens that the target reads in one call
     encode_overhead: int  # what one more call costs, in tokens
@@ -273,6 +274,7 @@ class BatchMaker:
                         depth_weights=self.depth_weights,
                         row_multiple=self.row_multiple,
                         slice_rows=self.slice_rows,
+                        loss_multiple=self.loss_multiple,
                     )
                     for start in range(0, n, self.chunk_size)
                 ]

@@ -59,11 +59,11 @@ def choose_chunk_size(
 
 
 def choose_loss_rows(vocab_size: int, draft_vocab_size: int, device: torch.device, itemsize: int, room: int) -> int:
-    """Rows of a loss slice: a power of two, at most 2048 on a GPU and 512 elsewhere."""
+    """Rows of a loss slice: a power of two, at most 8192 on a GPU and 512 elsewhere."""
     row = (vocab_size + 2 * draft_vocab_size) * itemsize + 4 * (vocab_size + draft_vocab_size)
     if device.type != "cuda":
         row += 16 * (vocab_size + draft_vocab_size)  # no compiled kernel: temporaries
-    rows = 2048 if device.type == "cuda" else 512
+    rows = 8192 if device.type == "cuda" else 512
     while rows > 16 and rows * row > room // 4:
         rows //= 2
     return rows

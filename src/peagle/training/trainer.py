@@ -35,9 +35,10 @@ from peagle.training.chunks import Chunk, round_up
 from peagle.training.draft_vocab import choose_draft_vocab
 from peagle.training.eagle3 import step_weights
 from peagle.training.encode import encode_packs
+from peagle.training.fuse import fuse_elementwise, unfuse
 from peagle.training.init import choose_mask_token, new_drafter
 from peagle.training.logs import MetricsLog, write_json
-from peagle.training.losses import LossSettings, head_loss
+from peagle.training.losses import LossKernel, LossSettings, head_loss
 from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows
 from peagle.training.partition import PassResult, train_pack
 from peagle.training.precision import ComputeCopy
@@ -98,6 +99,15 @@ def target_identity(target: Target) -> str:
     return digest.hexdigest()[:16]
 
 
+def call_overhead(target: Target) -> int:
+    """What one more call of the target costs on a GPU, in tokens: its launches against the tokens of that time.
+
+    About 150 us a layer and 300 TFLOP/s: 5000 tokens for SmolLM2-135M, 90 for an 8B model.
+    """
+    size = sum(p.numel() for p in target.decoder.parameters())
+    return int(min(max(150e-6 * target.num_layers * 300e12 / (2 * size), 64), 32768))
+
+
 class Trainer:
     """A run: what it is made of, where it stands, and its loop."""
 
@@ -116,7 +126,9 @@ class Trainer:
         self.dtype = dtypes.get(config.dtype, default)
         attention = "dense" if config.attention == "auto" and config.compile == "off" else config.attention
         self.backend = choose_backend(attention, self.device)
-        compiled = config.compile == "auto" and self.device.type == "cuda"
+        cuda = self.device.type == "cuda"
+        compiled = config.compile == "auto" and cuda
+        kernel: LossKernel = "plain" if not compiled else "triton" if config.loss_kernel == "auto" else "compile"
 
         scan = scan_answers(answers, config.pack_length, target.vocab_size)
         say(f"data: {scan.summary()}")
@@ -139,12 +151,10 @@ class Trainer:
         # sizes come from memory, but a resumed run keeps those it began with, so that its sums round the same way
         self._choose_sizes((saved or {}).get("sizes", {}))
         self.maker = self._batch_maker()
-        cuda = self.device.type == "cuda"
         self.loss = LossSettings(
             kind=config.loss,
             depths=config.depths,
-            slice_rows=self.loss_rows,
-            compiled=compiled,
+            kernel=kernel,
             target_ids=None if vocab is None else vocab.target_ids.to(self.device),
         )
         training, held = split_validation(scan, config.validation_documents, config.seed)
@@ -158,6 +168,10 @@ class Trainer:
         # weights and optimizer
         self.copy = ComputeCopy(self.drafter, self.dtype)
         self.copy.bind(target.embed_weight, target.lm_head_weight)
+        self.fused = compiled and self.backend == "flex"
+        if self.fused:
+            fuse_elementwise(self.copy.compute)
+        self.mark: Callable[[str], None] = lambda _name: None  # a benchmark puts `timing.Marks` here
         self.parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         decay = [p for p in self.parameters if p.dim() == 2]  # not norms, not mask_hidden
         rest = [p for p in self.parameters if p.dim() != 2]
@@ -237,10 +251,11 @@ class Trainer:
             depth_weights=step_weights(config.depths, config.ttt_decay) if stepwise else None,
             draft_ids=self.draft_ids,
             row_multiple=multiple,
-            slice_rows=self.loss_rows if cuda else 1,  # equal slices matter to a compiler only
+            slice_rows=self.loss_rows,
+            loss_multiple=BLOCK if cuda else 1,  # whole tiles for the matrix products
             seed=config.seed,
             encode_tokens=max(config.pack_length, 32768 if cuda else 4096),
-            encode_overhead=4096 if cuda else 64,
+            encode_overhead=call_overhead(self.target) if cuda else 64,
             encode_multiple=64 if cuda else 1,
         )
 
@@ -385,6 +400,7 @@ class Trainer:
 
     def train_step(self, host: StepBatch, lr: float) -> Tensor:
         """One optimizer step; returns the gradient norm, on the device."""
+        self.mark("waiting for data")
         batch = host.to(self.device) if self.device.type != "cpu" else host
         n, count = self.config.pack_length, len(batch.packs)
         width = self.target.hidden_size
@@ -393,6 +409,7 @@ class Trainer:
         ids = self.drafter.config.aux_hidden_state_layer_ids
         if together:
             aux, hidden = encode_packs(self.target, batch.groups, count * n, ids, self.dtype)
+            self.mark("target forward")
         for i, chunks in enumerate(batch.packs):
             if together:
                 span = slice(i * n, (i + 1) * n)
@@ -400,6 +417,7 @@ class Trainer:
             else:
                 groups = [part for g in batch.groups if (part := g.within(i * n, (i + 1) * n)) is not None]
                 one_aux, one_hidden = encode_packs(self.target, groups, n, ids, self.dtype)
+                self.mark("target forward")
                 result = self.train_pack(chunks, one_aux, one_hidden)
             self.stats += result.stats
             self.log_loss += result.loss.double()
@@ -409,6 +427,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.copy.refresh()
+        self.mark("optimizer")
         self.log_steps += 1
         self.log_tokens += batch.tokens
         return norm
@@ -417,13 +436,17 @@ class Trainer:
         drafter = self.copy.compute
 
         def chunk_loss(normed: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+            self.mark("drafter forward")
             result = head_loss(normed, drafter.lm_head_weight(), chunk.loss, hidden, self.target.lm_logits, self.loss)
+            self.mark("loss slices")
             return result.loss, result.stats
 
-        return train_pack(drafter, chunks, aux, chunk_loss, self.backend)
+        result = train_pack(drafter, chunks, aux, chunk_loss, self.backend)
+        self.mark("drafter backward")  # and the later chunks' forward, where a pack has several
+        return result
 
     def prove_attention(self) -> None:
-        """Compile the first pack's attention before the run; go without FlexAttention where that fails."""
+        """Run the first pack before the run, so that everything is compiled; go without what fails."""
         if self.backend != "flex":
             return
         epoch, at = self.schedule.locate(self.step)
@@ -436,6 +459,12 @@ class Trainer:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler stack raises
+            if self.fused:
+                warnings.warn(f"a compiled layer failed, trying uncompiled ones (slower): {error}", stacklevel=2)
+                self.fused = False
+                unfuse(self.copy.compute)
+                self.prove_attention()
+                return
             if self.config.attention == "flex":
                 raise
             warnings.warn(f"FlexAttention failed, dense attention takes its place (slower): {error}", stacklevel=2)
