@@ -18,6 +18,7 @@ from torch import Tensor
 
 from peagle.errors import InputError
 from peagle.training.chunks import Chunk, make_chunk, pin, round_up, scale_weights, to_device
+from peagle.training.loops import repeating
 from peagle.training.rows import build_rows
 
 WINDOW = 1024  # documents packed together; larger packs tighter, smaller mixes better
@@ -190,15 +191,14 @@ class StepBatch:
     documents: int
     tokens: int
     rows: int  # supervised rows
+    repeating: Tensor | None = None  # [packs, N] bool: tokens in exactly repeating text, for validation
 
     def pin(self) -> StepBatch:
         groups = [
             replace(g, ids=g.ids.pin_memory(), source=g.source.pin_memory(), place=g.place.pin_memory())
             for g in self.groups
         ]
-        return StepBatch(
-            self.step, [[pin(c) for c in p] for p in self.packs], groups, self.documents, self.tokens, self.rows
-        )
+        return replace(self, packs=[[pin(c) for c in p] for p in self.packs], groups=groups)
 
     def to(self, device: torch.device) -> StepBatch:
         def move(tensor: Tensor) -> Tensor:
@@ -206,7 +206,8 @@ class StepBatch:
 
         groups = [replace(g, ids=move(g.ids), source=move(g.source), place=move(g.place)) for g in self.groups]
         packs = [[to_device(c, device) for c in pack] for pack in self.packs]
-        return StepBatch(self.step, packs, groups, self.documents, self.tokens, self.rows)
+        loops = None if self.repeating is None else move(self.repeating)
+        return replace(self, packs=packs, groups=groups, repeating=loops)
 
 
 @dataclass(frozen=True)
@@ -231,12 +232,13 @@ class BatchMaker:
     encode_overhead: int  # what one more call costs, in tokens
     encode_multiple: int = 1  # padded lengths are multiples of it
 
-    def make(self, step: int, packs: list[list[int]], stream: int) -> StepBatch:
+    def make(self, step: int, packs: list[list[int]], stream: int, find_loops: bool = False) -> StepBatch:
         """The batch of a step. `stream` (with the seed and the pack) decides the sampled chains."""
         n = self.pack_length
         chunks: list[list[Chunk]] = []
         spans: list[tuple[np.ndarray, int]] = []  # (ids, place in the packs laid end to end)
         tokens_total = 0
+        loops = np.zeros((len(packs), n), dtype=bool) if find_loops else None
         for number, documents in enumerate(packs):
             tokens, doc_ids = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
             answers = np.zeros(n, dtype=bool)
@@ -247,6 +249,8 @@ class BatchMaker:
                 end = at + len(ids)
                 tokens[at:end], answers[at:end], doc_ids[at:end] = ids, mask, order
                 spans.append((ids, number * n + at))
+                if loops is not None:
+                    loops[number, at:end] = repeating(ids)
                 at = end
             tokens_total += at
             generator = torch.Generator().manual_seed(_mix(self.seed, stream, step, number))
@@ -288,6 +292,7 @@ class BatchMaker:
             documents=sum(len(pack) for pack in packs),
             tokens=tokens_total,
             rows=sum(chunk.loss.count for pack in scaled for chunk in pack),
+            repeating=None if loops is None else torch.from_numpy(loops),
         )
 
     def _groups(self, spans: list[tuple[np.ndarray, int]]) -> list[EncodeGroup]:

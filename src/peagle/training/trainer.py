@@ -29,6 +29,7 @@ from peagle.errors import InputError
 from peagle.target.loading import load_target, target_fingerprint
 from peagle.target.model import Target
 from peagle.training.attention import BLOCK, choose_backend
+from peagle.training.average import WeightAverage
 from peagle.training.batches import Answers, BatchMaker, Schedule, StepBatch, prefetch, scan_answers, split_validation
 from peagle.training.checkpoints import checkpoint_folders, load_latest, save_checkpoint
 from peagle.training.chunks import Chunk, round_up
@@ -58,11 +59,20 @@ class TrainResult:
     validation: Validation | None
 
 
-def learning_rate_factor(step: int, progress: float, warmup_steps: int, floor: float) -> float:
-    """Linear warm-up over steps times a cosine from 1 to `floor` over the run (progress 0 to 1)."""
+def learning_rate_factor(
+    step: int, progress: float, warmup_steps: int, floor: float, decay_share: float | None = None
+) -> float:
+    """Linear warm-up over steps times a cosine from 1 to `floor` over the run (progress 0 to 1).
+
+    decay_share: 1 until that share of the run is left, then linear to `floor`, in the cosine's place.
+    """
     warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-    cosine = floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
-    return warm * cosine
+    progress = min(max(progress, 0.0), 1.0)
+    if decay_share is None:
+        left = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        left = min(1.0, (1.0 - progress) / decay_share) if decay_share else 1.0
+    return warm * (floor + (1.0 - floor) * left)
 
 
 def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None] = print) -> TrainResult | None:
@@ -181,6 +191,7 @@ class Trainer:
             betas=(config.beta1, config.beta2),
             fused=cuda,
         )
+        self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
         self.stats = torch.zeros(3, config.depths, dtype=torch.float64, device=self.device)  # since the last log
         self.log_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.log_steps = self.log_tokens = 0
@@ -248,7 +259,7 @@ class Trainer:
             mask_token_id=self.mask_token,
             stepwise=stepwise,
             hard=config.loss == "hard",
-            depth_weights=step_weights(config.depths, config.ttt_decay) if stepwise else None,
+            depth_weights=step_weights(config.depths, config.ttt_decay if stepwise else config.depth_decay),
             draft_ids=self.draft_ids,
             row_multiple=multiple,
             slice_rows=self.loss_rows,
@@ -264,7 +275,7 @@ class Trainer:
         if not len(documents):
             return []
         schedule = Schedule(documents, lengths, self.config.pack_length, 1, self.config.seed)
-        return [self.maker.make(i, packs, stream=2) for i, packs in enumerate(schedule.epoch(0))]
+        return [self.maker.make(i, packs, stream=2, find_loops=True) for i, packs in enumerate(schedule.epoch(0))]
 
     def _total_steps(self) -> int | None:
         """Steps that the step limits allow; None when only the clock ends the run."""
@@ -302,6 +313,7 @@ class Trainer:
             "sizes": {"chunk_size": self.chunk_size, "loss_rows": self.loss_rows},
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "average": None if self.average is None else self.average.averages,
             "rng": torch.get_rng_state(),
             "log": {
                 "stats": self.stats,
@@ -316,6 +328,8 @@ class Trainer:
     def _restore(self, saved: dict[str, Any]) -> None:
         self.drafter.load_state_dict(saved["drafter"])
         self.optimizer.load_state_dict(saved["optimizer"])
+        if self.average is not None:
+            torch._foreach_copy_(self.average.averages, [a.to(self.device) for a in saved["average"]])
         torch.set_rng_state(saved["rng"])
         self.step, self.elapsed = saved["step"], saved["elapsed"]
         self.documents, self.tokens = saved["documents"], saved["tokens"]
@@ -356,7 +370,7 @@ class Trainer:
             raise InputError(f"output: {self.folder} cannot be written ({error.strerror or error})") from error
         self.began = time.monotonic()
         saved_at = self.began
-        warmup = config.warmup_steps
+        warmup, decay = config.warmup_steps, config.decay_share if config.schedule == "wsd" else None
         if self.total_steps is not None:
             warmup = min(warmup, self.total_steps // 10)
         bar = _Bar(self.total_steps, config.max_minutes, self.step, self._elapsed())
@@ -369,7 +383,7 @@ class Trainer:
                     batch = next(batches, None)
                     if batch is None:
                         break
-                    factor = learning_rate_factor(self.step, self.progress(), warmup, config.min_lr_ratio)
+                    factor = learning_rate_factor(self.step, self.progress(), warmup, config.min_lr_ratio, decay)
                     norm = self.train_step(batch, config.lr * factor)
                     self.step += 1
                     self.documents += batch.documents
@@ -394,7 +408,8 @@ class Trainer:
         finally:
             batches.close()
             log.close()
-        head = save_drafter(self.drafter, self.folder / "head", target_name=self.target.name_or_path)
+        with self.written_weights():
+            head = save_drafter(self.drafter, self.folder / "head", target_name=self.target.name_or_path)
         self.say(f"wrote {head} after {self.step} steps, {self.documents} documents, {self.tokens:,} tokens")
         return TrainResult(self.step, True, Path(head), self.last_validation)
 
@@ -426,6 +441,8 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update(self.step)
         self.copy.refresh()
         self.mark("optimizer")
         self.log_steps += 1
@@ -511,11 +528,23 @@ class Trainer:
         """Passes over the data so far."""
         return self.documents / max(len(self.schedule.documents), 1)
 
+    @contextmanager
+    def written_weights(self) -> Iterator[None]:
+        """The weights that a head is written with: the moving average where there is one."""
+        if self.average is None:
+            yield
+            return
+        with self.average.in_place():
+            self.copy.refresh()
+            yield
+        self.copy.refresh()
+
     def _validate(self, log: MetricsLog) -> None:
         paused = time.monotonic()
-        found = validate(
-            self.copy.compute, self.target, self.validation, self.config.pack_length, self.loss, self.backend
-        )
+        with self.written_weights():
+            found = validate(
+                self.copy.compute, self.target, self.validation, self.config.pack_length, self.loss, self.backend
+            )
         self.last_validation, self.validated_at = found, self.step
         log.write(
             {
@@ -523,11 +552,14 @@ class Trainer:
                 "validation_loss": found.loss,
                 "validation_accuracy": found.accuracy,
                 "validation_acceptance_length": found.acceptance_length,
+                "validation_acceptance_length_without_loops": found.without_loops,
+                "validation_loop_share": found.loop_share,
             }
         )
         shown = " ".join("-" if a is None else f"{a:.3f}" for a in found.accuracy)
         tqdm.write(
-            f"step {self.step}: validation loss {found.loss:.4f}, acceptance length {found.acceptance_length:.3f}, "
+            f"step {self.step}: validation loss {found.loss:.4f}, acceptance length {found.acceptance_length:.3f} "
+            f"({found.without_loops:.3f} without the {found.loop_share:.0%} in repeating text), "
             f"top-1 by depth {shown}",
             file=sys.stderr,
         )
