@@ -191,6 +191,7 @@ class StepBatch:
     documents: int
     tokens: int
     rows: int  # supervised rows
+    weight: float  # sum of their weights, by which they are divided
     repeating: Tensor | None = None  # [packs, N] bool: tokens in exactly repeating text, for validation
 
     def pin(self) -> StepBatch:
@@ -231,15 +232,22 @@ class BatchMaker:
     encode_tokens: int  # most padded tokens that the target reads in one call
     encode_overhead: int  # what one more call costs, in tokens
     encode_multiple: int = 1  # padded lengths are multiples of it
+    rank: int = 0  # takes the packs rank, rank + world, .. of a step
+    world: int = 1
 
     def make(self, step: int, packs: list[list[int]], stream: int, find_loops: bool = False) -> StepBatch:
-        """The batch of a step. `stream` (with the seed and the pack) decides the sampled chains."""
+        """The batch of a step, or this process's share of it. `stream` (with the seed and the pack) decides the
+        sampled chains, so that they do not depend on the number of processes; `documents` and `tokens` count all."""
         n = self.pack_length
         chunks: list[list[Chunk]] = []
         spans: list[tuple[np.ndarray, int]] = []  # (ids, place in the packs laid end to end)
         tokens_total = 0
         loops = np.zeros((len(packs), n), dtype=bool) if find_loops else None
         for number, documents in enumerate(packs):
+            if number % self.world != self.rank:
+                tokens_total += sum(min(len(self.answers[document].input_ids), n) for document in documents)
+                continue
+            place = n * len(chunks)
             tokens, doc_ids = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
             answers = np.zeros(n, dtype=bool)
             at = 0
@@ -248,7 +256,7 @@ class BatchMaker:
                 ids, mask = example.input_ids[:n], example.answer_mask[:n]
                 end = at + len(ids)
                 tokens[at:end], answers[at:end], doc_ids[at:end] = ids, mask, order
-                spans.append((ids, number * n + at))
+                spans.append((ids, place + at))
                 if loops is not None:
                     loops[number, at:end] = repeating(ids)
                 at = end
@@ -292,6 +300,7 @@ class BatchMaker:
             documents=sum(len(pack) for pack in packs),
             tokens=tokens_total,
             rows=sum(chunk.loss.count for pack in scaled for chunk in pack),
+            weight=weight,
             repeating=None if loops is None else torch.from_numpy(loops),
         )
 
@@ -299,6 +308,8 @@ class BatchMaker:
         """Group documents of similar length: one more call to the target against the padding it saves."""
         spans = sorted(spans, key=lambda span: -len(span[0]))
         groups: list[EncodeGroup] = []
+        if not spans:
+            return groups
         current: list[tuple[np.ndarray, int]] = []
         waste = width = 0
         for span in spans:

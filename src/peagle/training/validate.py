@@ -13,6 +13,7 @@ from peagle.target.model import Target
 from peagle.training.attention import Backend
 from peagle.training.batches import StepBatch
 from peagle.training.chunks import LossRows
+from peagle.training.distributed import World
 from peagle.training.encode import encode_packs
 from peagle.training.losses import LossSettings, head_loss
 from peagle.training.partition import forward_pack
@@ -57,12 +58,16 @@ def validate(
     pack_length: int,
     settings: LossSettings,
     backend: Backend,
+    world: World,
 ) -> Validation:
-    """Run validation batches of one pack each, copied to the target's device one at a time, without gradients."""
+    """Run validation batches of one pack each, copied to the target's device one at a time, without gradients.
+
+    Each process of the world takes a share; the sums meet once.
+    """
     stats = torch.zeros(3, settings.depths, dtype=torch.float64, device=target.device)
     joint = torch.zeros(2, 2, settings.depths, dtype=torch.float64, device=target.device)  # all chains; without loops
     ids = drafter.config.aux_hidden_state_layer_ids
-    for host in batches:
+    for host in batches[world.rank :: world.size]:
         batch = host.to(target.device)
         (chunks,) = batch.packs
         aux, hidden = encode_packs(target, batch.groups, pack_length, ids, drafter.fc.weight.dtype)
@@ -76,6 +81,9 @@ def validate(
             # the first token that the anchor's chain predicts
             loop = batch.repeating[0][(chunk.loss.anchor + 2).clamp(max=pack_length - 1)]
             joint[1] += joint_matches(chunk.loss, result.matches, settings.depths, loop)
+    sums = torch.cat((stats.flatten(), joint.flatten()))
+    world.all_reduce(sums)
+    stats, joint = sums[: stats.numel()].view_as(stats), sums[stats.numel() :].view_as(joint)
     losses, matches, counts = stats.tolist()
     lengths = [
         1.0 + sum(hit / every if every else 0.0 for hit, every in zip(*of, strict=True)) for of in joint.tolist()
