@@ -23,6 +23,7 @@ from peagle.training.attention import RowAttention
 from peagle.training.batches import prefetch
 from peagle.training.encode import encode_packs
 from peagle.training.partition import forward_chunk
+from peagle.training.timing import Marks
 from peagle.training.trainer import Trainer
 
 
@@ -99,7 +100,8 @@ def run(args: argparse.Namespace, target: Target, kind: str) -> None:
         target="-", data="-", output=tempfile.gettempdir() + "/peagle-benchmark-unused", kind=kind,
         layers=args.layers if kind == "p-eagle" else args.eagle3_layers, pack_length=args.pack_length,
         packs_per_step=args.packs, k_train=args.k_train, chunk_size=args.chunk_size, attention=args.attention,
-        compile=args.compile, loss=args.loss, validation_documents=0, max_steps=10**6,
+        compile=args.compile, loss_kernel=args.loss_kernel, loss_rows=args.loss_rows, loss=args.loss,
+        validation_documents=0, max_steps=10**6,
     )  # fmt: skip
     answers = Answers(args.documents, min(args.longest, args.pack_length), target.vocab_size)
     trainer = Trainer(config, target, answers, say=lambda text: print("   ", text))
@@ -115,9 +117,13 @@ def run(args: argparse.Namespace, target: Target, kind: str) -> None:
     synchronize(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    began, tokens, rows = time.perf_counter(), 0, 0
+    began, tokens, rows, waited = time.perf_counter(), 0, 0, 0.0
+    trainer.mark = marks = Marks(target.device)
+    marks("start")
     for _ in range(args.steps):
+        asked = time.perf_counter()
         batch = next(batches)
+        waited += time.perf_counter() - asked
         trainer.train_step(batch, 1e-4)
         tokens, rows = tokens + batch.tokens, rows + batch.rows
     synchronize(device)
@@ -125,6 +131,10 @@ def run(args: argparse.Namespace, target: Target, kind: str) -> None:
     peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if device == "cuda" else ""
     print(f"  {kind}: {tokens / seconds:,.0f} tokens/s, {rows / seconds:,.0f} supervised rows/s, "
           f"{1e3 * seconds / args.steps:.0f} ms a step{peak}")  # fmt: skip
+    trainer.mark = lambda _name: None
+    for name, spent in marks.seconds().items():
+        print(f"    {name:<34}{1e3 * spent / args.steps:9.1f} ms a step{100 * spent / seconds:6.1f} %")
+    print(f"    {'the host waited for a batch':<34}{1e3 * waited / args.steps:9.1f} ms a step")
 
     # the parts of a step, one after another
     host = next(batches)
@@ -174,6 +184,8 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--loss", default="soft")
+    parser.add_argument("--loss-kernel", default="auto", help="auto (Triton) or compile")
+    parser.add_argument("--loss-rows", type=lambda v: v if v == "auto" else int(v), default="auto")
     parser.add_argument("--documents", type=int, default=2000)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--warmup", type=int, default=3)

@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -148,12 +148,15 @@ class TrainConfig:
     mask_token_id: int | None = None
     draft_vocab_size: int | None = None
     norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     train_embeddings: bool = False
     train_lm_head: bool = False
     init: Literal["target", "random"] = "target"
     # what it learns
     k_train: int = 8  # depths 0..k_train-1; EAGLE-3 takes `ttt_steps` instead
     keep_rate: float = 0.8  # conditional drop
+    depth_decay: float = 1.0  # P-EAGLE's loss weight of a depth over the one before
     ttt_steps: int = 7
     ttt_decay: float = 0.8
     loss: Literal["soft", "hard"] = "soft"
@@ -166,6 +169,9 @@ class TrainConfig:
     lr: float = 4e-4
     min_lr_ratio: float = 0.05
     warmup_steps: int = 100
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    decay_share: float = 0.3  # of the run, for wsd's linear decay
+    ema_decay: float | None = None  # write the moving average of the weights as the head
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.95
@@ -190,13 +196,14 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: Literal["auto", "dense", "flex"] = "auto"
     compile: Literal["auto", "off"] = "auto"
+    loss_kernel: Literal["auto", "compile"] = "auto"
 
     # fields that a resumed run may change: they decide when it ends and how it runs, not what it computes
     FREE: ClassVar[frozenset[str]] = frozenset(
         (
             *("output", "resume", "max_steps", "epochs", "max_samples", "max_minutes"),
             *("validate_every", "log_every", "save_every", "save_minutes", "keep_checkpoints", "tensorboard"),
-            *("device", "attention", "compile"),
+            *("device", "attention", "compile", "loss_kernel"),
         )
     )
 
@@ -213,10 +220,12 @@ class TrainConfig:
             "kind": ("p-eagle", "eagle3"),
             "init": ("target", "random"),
             "loss": ("soft", "hard"),
+            "schedule": ("cosine", "wsd"),
             "resume": ("auto", "never"),
             "dtype": ("auto", "float32", "bfloat16"),
             "attention": ("auto", "dense", "flex"),
             "compile": ("auto", "off"),
+            "loss_kernel": ("auto", "compile"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -240,6 +249,8 @@ class TrainConfig:
             "keep_rate": (0.0, 1.0),
             "min_lr_ratio": (0.0, 1.0),
             "ttt_decay": (0.0, 1.0),
+            "depth_decay": (0.0, 1.0),
+            "decay_share": (0.0, 1.0),
             "beta1": (0.0, 0.9999999),
             "beta2": (0.0, 0.9999999),
             "weight_decay": (0.0, math.inf),
@@ -248,7 +259,9 @@ class TrainConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not low <= value <= high:
                 raise InputError(f"{name}: got {value!r}, expected {low:g} to {high:g}")
-        for name in ("lr", "grad_clip", "max_minutes", "save_minutes", "ttt_decay"):
+        if self.ema_decay is not None and not (isinstance(self.ema_decay, int | float) and 0 < self.ema_decay < 1):
+            raise InputError(f"ema_decay: got {self.ema_decay!r}, expected a number between 0 and 1 or None")
+        for name in ("lr", "grad_clip", "max_minutes", "save_minutes", "ttt_decay", "depth_decay"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or not 0 < value < math.inf):
                 raise InputError(f"{name}: got {value!r}, expected a number above 0")
@@ -262,9 +275,13 @@ class TrainConfig:
         return asdict(self)
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """`field: saved -> now` of every field that matters and differs from a saved `to_dict`."""
+        """`field: saved -> now` of every field that matters and differs from a saved `to_dict`.
+
+        A field that a run of an earlier version did not know had its default then.
+        """
+        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
         now = json.loads(json.dumps(self.to_dict()))
-        before = json.loads(json.dumps(dict(saved)))
+        before = json.loads(json.dumps(defaults | dict(saved)))
         return [
             f"{name}: {before.get(name)!r} -> {now[name]!r}"
             for name in now

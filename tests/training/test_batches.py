@@ -26,7 +26,8 @@ def maker(answers: ListedAnswers, **over: object) -> BatchMaker:
         "depth_weights": None,
         "draft_ids": None,
         "row_multiple": 1,
-        "slice_rows": 1,
+        "slice_rows": 64,
+        "loss_multiple": 1,
         "seed": 0,
         "encode_tokens": 256,
         "encode_overhead": 16,
@@ -94,9 +95,15 @@ def test_chunks_hold_the_rows_of_the_whole() -> None:
     answers = listed_answers(20)
     (whole,) = maker(answers).make(3, [[0, 1]], 1).packs[0]
     parts = maker(answers, chunk_size=10).make(3, [[0, 1]], 1).packs[0]
-    for name in ("teacher", "token", "depth", "anchor"):
-        key = lambda rows, field=name: sorted(zip(getattr(rows, field).tolist(), rows.anchor.tolist(), strict=True))  # noqa: E731
+    fields = {
+        "teacher": lambda rows: rows.positions[rows.teacher],
+        "token": lambda rows: rows.token,
+        "depth": lambda rows: rows.depth,
+    }
+    for field in fields.values():
+        key = lambda rows, of=field: sorted(zip(of(rows).tolist(), rows.anchor.tolist(), strict=True))  # noqa: E731
         assert sorted(x for part in parts for x in key(part.loss)) == key(whole.loss)
+    assert len(whole.loss.positions) < whole.loss.count / 2, "rows share teachers"
 
 
 @pytest.mark.parametrize("overhead", [0, 16, 10**6])

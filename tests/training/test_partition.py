@@ -43,7 +43,7 @@ def test_partition_equals_flat(kind: str, layers: int, loss: str) -> None:
     pack = tiny_pack()
     table = table_of(pack, kind, DEPTHS)
     aux, hidden = states(table.num_anchors)
-    step_loss = chunk_loss(drafter, hidden, LossSettings(loss, DEPTHS, 16))  # type: ignore[arg-type]
+    step_loss = chunk_loss(drafter, hidden, LossSettings(loss, DEPTHS))  # type: ignore[arg-type]
     flat = train_pack(drafter, chunks_of(pack, table, kind, table.num_anchors, DEPTHS), aux, step_loss, "dense")
     expected = gradients(drafter)
     assert set(expected) == {name for name, _ in drafter.named_parameters()}
@@ -121,7 +121,7 @@ def test_flat_equals_plain_masked_attention(kind: str, backend: str, monkeypatch
     loss = (kl * weight).sum() / weight.sum()
     loss.backward()
     expected = gradients(drafter)
-    step_loss = chunk_loss(drafter, hidden, LossSettings("soft", DEPTHS, 16))
+    step_loss = chunk_loss(drafter, hidden, LossSettings("soft", DEPTHS))
     for size, multiple in ((table.num_anchors, 1), (table.num_anchors, 32), (100, 32)):  # filler rows change nothing
         chunks = chunks_of(pack, table, kind, size, DEPTHS, row_multiple=multiple)
         result = train_pack(drafter, chunks, aux, step_loss, backend)  # type: ignore[arg-type]

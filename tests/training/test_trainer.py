@@ -72,6 +72,8 @@ def test_run_writes_head_and_logs(tmp_path: Path, kind: str) -> None:
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
     assert [line["step"] for line in lines if "validation_loss" in line] == [5, 10, 12]
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert load_drafter(tmp_path / "best", kind=kind).config == head.config  # type: ignore[arg-type]
     facts = json.loads((tmp_path / "run.json").read_text())
     assert facts["config"]["kind"] == kind
     assert facts["data"] == "listed"
@@ -242,6 +244,8 @@ def test_dry_run_says_and_writes_nothing(tmp_path: Path) -> None:
     text = "\n".join(said)
     assert "parameters to train" in text
     assert "12 steps" in text
+    assert "memory: peak" in text
+    assert "time:" in text
     assert "tokens" in text
 
 

@@ -52,12 +52,17 @@ def train(
     norm_before_residual: Annotated[
         bool | None, typer.Option(help="Layer 0's residual is the normed hidden state.")
     ] = None,
+    fc_norm: Annotated[bool | None, typer.Option(help="A norm for each auxiliary state before fc.")] = None,
+    norm_output: Annotated[bool | None, typer.Option(help="EAGLE-3 feeds the normed output back.")] = None,
     train_embeddings: Annotated[bool | None, typer.Option(help="Own, trained embeddings [share the target's].")] = None,
     train_lm_head: Annotated[bool | None, typer.Option(help="Own, trained LM head [share the target's].")] = None,
     init: Annotated[str | None, typer.Option(help="target (copy its last layers, default) or random.")] = None,
     k_train: Annotated[int | None, typer.Option(help="Depths a P-EAGLE head learns, depth 0 included [8].")] = None,
     keep_rate: Annotated[
         float | None, typer.Option(help="Chance that a depth is kept after the one before [0.8].")
+    ] = None,
+    depth_decay: Annotated[
+        float | None, typer.Option(help="P-EAGLE's loss weight of a depth over the one before [1].")
     ] = None,
     ttt_steps: Annotated[int | None, typer.Option(help="EAGLE-3's training-time test steps [7].")] = None,
     ttt_decay: Annotated[
@@ -71,6 +76,13 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate [4e-4].")] = None,
     min_lr_ratio: Annotated[float | None, typer.Option(help="Final learning rate over the peak [0.05].")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up [100, at most a tenth].")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="cosine (default) or wsd: flat, then a linear decay to the end.")
+    ] = None,
+    decay_share: Annotated[float | None, typer.Option(help="Share of the run that wsd's decay takes [0.3].")] = None,
+    ema_decay: Annotated[
+        float | None, typer.Option(help="Write the moving average of the weights, such as 0.999 [off].")
+    ] = None,
     weight_decay: Annotated[float | None, typer.Option(help="AdamW's, on matrices [0.01].")] = None,
     grad_clip: Annotated[float | None, typer.Option(help="Largest gradient norm [1.0].")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order, chains and the validation split [0].")] = None,
@@ -94,6 +106,7 @@ def train(
     dtype: Annotated[str | None, typer.Option(help="auto (bfloat16 on a GPU), float32 or bfloat16.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto (flex on a GPU), dense or flex.")] = None,
     compile: Annotated[str | None, typer.Option(help="auto (on a GPU) or off.")] = None,
+    loss_kernel: Annotated[str | None, typer.Option(help="auto (Triton on a GPU) or compile (torch.compile).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be trained, and stop.")] = False,
 ) -> None:
     """Train a P-EAGLE or EAGLE-3 head for TARGET on the answers in DATA.
@@ -112,6 +125,10 @@ def train(
 
     # packs differ in their numbers of rows; without it the allocator's cache would grow a block a size
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # compiled kernels outlive the run: the default is a folder below /tmp
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "peagle"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     from peagle.training.trainer import train as run
 
     result = run(settings, dry_run=dry_run)

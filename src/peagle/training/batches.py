@@ -18,6 +18,7 @@ from torch import Tensor
 
 from peagle.errors import InputError
 from peagle.training.chunks import Chunk, make_chunk, pin, round_up, scale_weights, to_device
+from peagle.training.loops import repeating
 from peagle.training.rows import build_rows
 
 WINDOW = 1024  # documents packed together; larger packs tighter, smaller mixes better
@@ -190,15 +191,15 @@ class StepBatch:
     documents: int
     tokens: int
     rows: int  # supervised rows
+    weight: float  # sum of their weights, by which they are divided
+    repeating: Tensor | None = None  # [packs, N] bool: tokens in exactly repeating text, for validation
 
     def pin(self) -> StepBatch:
         groups = [
             replace(g, ids=g.ids.pin_memory(), source=g.source.pin_memory(), place=g.place.pin_memory())
             for g in self.groups
         ]
-        return StepBatch(
-            self.step, [[pin(c) for c in p] for p in self.packs], groups, self.documents, self.tokens, self.rows
-        )
+        return replace(self, packs=[[pin(c) for c in p] for p in self.packs], groups=groups)
 
     def to(self, device: torch.device) -> StepBatch:
         def move(tensor: Tensor) -> Tensor:
@@ -206,7 +207,8 @@ class StepBatch:
 
         groups = [replace(g, ids=move(g.ids), source=move(g.source), place=move(g.place)) for g in self.groups]
         packs = [[to_device(c, device) for c in pack] for pack in self.packs]
-        return StepBatch(self.step, packs, groups, self.documents, self.tokens, self.rows)
+        loops = None if self.repeating is None else move(self.repeating)
+        return replace(self, packs=packs, groups=groups, repeating=loops)
 
 
 @dataclass(frozen=True)
@@ -225,18 +227,27 @@ class BatchMaker:
     draft_ids: Tensor | None
     row_multiple: int
     slice_rows: int
+    loss_multiple: int
     seed: int
     encode_tokens: int  # most padded tokens that the target reads in one call
     encode_overhead: int  # what one more call costs, in tokens
     encode_multiple: int = 1  # padded lengths are multiples of it
+    rank: int = 0  # takes the packs rank, rank + world, .. of a step
+    world: int = 1
 
-    def make(self, step: int, packs: list[list[int]], stream: int) -> StepBatch:
-        """The batch of a step. `stream` (with the seed and the pack) decides the sampled chains."""
+    def make(self, step: int, packs: list[list[int]], stream: int, find_loops: bool = False) -> StepBatch:
+        """The batch of a step, or this process's share of it. `stream` (with the seed and the pack) decides the
+        sampled chains, so that they do not depend on the number of processes; `documents` and `tokens` count all."""
         n = self.pack_length
         chunks: list[list[Chunk]] = []
         spans: list[tuple[np.ndarray, int]] = []  # (ids, place in the packs laid end to end)
         tokens_total = 0
+        loops = np.zeros((len(packs), n), dtype=bool) if find_loops else None
         for number, documents in enumerate(packs):
+            if number % self.world != self.rank:
+                tokens_total += sum(min(len(self.answers[document].input_ids), n) for document in documents)
+                continue
+            place = n * len(chunks)
             tokens, doc_ids = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
             answers = np.zeros(n, dtype=bool)
             at = 0
@@ -245,7 +256,9 @@ class BatchMaker:
                 ids, mask = example.input_ids[:n], example.answer_mask[:n]
                 end = at + len(ids)
                 tokens[at:end], answers[at:end], doc_ids[at:end] = ids, mask, order
-                spans.append((ids, number * n + at))
+                spans.append((ids, place + at))
+                if loops is not None:
+                    loops[number, at:end] = repeating(ids)
                 at = end
             tokens_total += at
             generator = torch.Generator().manual_seed(_mix(self.seed, stream, step, number))
@@ -273,6 +286,7 @@ class BatchMaker:
                         depth_weights=self.depth_weights,
                         row_multiple=self.row_multiple,
                         slice_rows=self.slice_rows,
+                        loss_multiple=self.loss_multiple,
                     )
                     for start in range(0, n, self.chunk_size)
                 ]
@@ -286,12 +300,16 @@ class BatchMaker:
             documents=sum(len(pack) for pack in packs),
             tokens=tokens_total,
             rows=sum(chunk.loss.count for pack in scaled for chunk in pack),
+            weight=weight,
+            repeating=None if loops is None else torch.from_numpy(loops),
         )
 
     def _groups(self, spans: list[tuple[np.ndarray, int]]) -> list[EncodeGroup]:
         """Group documents of similar length: one more call to the target against the padding it saves."""
         spans = sorted(spans, key=lambda span: -len(span[0]))
         groups: list[EncodeGroup] = []
+        if not spans:
+            return groups
         current: list[tuple[np.ndarray, int]] = []
         waste = width = 0
         for span in spans:

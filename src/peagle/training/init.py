@@ -84,6 +84,8 @@ def drafter_config(config: TrainConfig, target: Target, mask_token_id: int | Non
         rope_parameters=dict(rope),
         max_position_embeddings=config.max_position_embeddings or target.max_model_len,
         norm_before_residual=config.norm_before_residual,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
         mask_token_id=mask_token_id,
         k_train=config.depths,
         own_embed_tokens=config.train_embeddings or other_width,

@@ -1,5 +1,6 @@
 """Loss over the supervised rows, a slice at a time, so that V-wide logits exist for one slice only.
 
+Rows come ordered by teacher, so that the target's logits are made once a position and slice, not once a row.
 The gradient with respect to the rows is computed in the forward pass of each slice (as Liger Kernel does for fused
 linear cross-entropy); the backward pass only multiplies it by the incoming scalar.
 """
@@ -18,15 +19,17 @@ from torch import Tensor
 from peagle.training.chunks import LossRows
 
 LossKind = Literal["soft", "hard"]
+LossKernel = Literal["triton", "compile", "plain"]
 SliceFunction = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def soft_slice(
-    logits: Tensor, teacher: Tensor, weight: Tensor, target_ids: Tensor | None
+    logits: Tensor, teacher: Tensor, index: Tensor, weight: Tensor, target_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """KL(teacher || drafter) of S rows.
 
-    logits [S, Vd], teacher [S, V], weight [S]; target_ids [Vd]: the target id of each draft id (None: Vd = V). With a
+    logits [S, Vd], teacher [U, V], index [S]: each row's teacher, weight [S]; target_ids [Vd]: the target id of each
+    draft id (None: Vd = V). With a
     reduced draft vocabulary the teacher's probabilities are restricted to it and renormalised. Returns the KL of each
     row [S] (unweighted), the gradient of the weighted sum with respect to the logits [S, Vd], and whether the drafter's
     first choice is the teacher's over the whole vocabulary [S].
@@ -37,7 +40,7 @@ def soft_slice(
         teacher = teacher[:, target_ids]
     logits, teacher, low = logits.to(wide), teacher.to(wide), logits
     log_q = logits - logits.logsumexp(-1, keepdim=True)
-    log_p = teacher - teacher.logsumexp(-1, keepdim=True)
+    log_p = (teacher - teacher.logsumexp(-1, keepdim=True))[index]
     p = log_p.exp()
     # a teacher may rule tokens out with -inf logits
     loss = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
@@ -45,7 +48,7 @@ def soft_slice(
     choice = low.argmax(-1)
     if target_ids is not None:
         choice = target_ids[choice]
-    return loss, gradient, choice == best
+    return loss, gradient, choice == best[index]
 
 
 def hard_slice(
@@ -67,41 +70,57 @@ def hard_slice(
     return loss, gradient, (choice if target_ids is None else target_ids[choice]) == best
 
 
-class _Compiled:
-    """A slice function compiled on a GPU; falls back to the plain one, once and with a warning, if that fails."""
+class _FirstThatRuns:
+    """The fastest of several forms of a slice function; one that fails is dropped, once and with a warning."""
 
-    def __init__(self, function: SliceFunction) -> None:
-        self.plain = function
-        self.compiled: SliceFunction | None = torch.compile(function, dynamic=False)
+    def __init__(self, forms: list[tuple[str, Callable[[], SliceFunction]]]) -> None:
+        self.forms = forms
+        self.function: SliceFunction | None = None
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if self.compiled is not None:
+        while len(self.forms) > 1:
             try:
-                return self.compiled(*args)
+                if self.function is None:
+                    self.function = self.forms[0][1]()
+                return self.function(*args)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever the compiler stack raises
-                warnings.warn(
-                    f"torch.compile of {self.plain.__name__} failed, it runs uncompiled: {error}", stacklevel=2
-                )
-                self.compiled = None
-        return self.plain(*args)
+                name, following = self.forms[0][0], self.forms[1][0]
+                warnings.warn(f"{name} failed, {following} takes its place: {error}", stacklevel=2)
+                self.forms, self.function = self.forms[1:], None
+        return self.forms[0][1]()(*args)
+
+
+def _triton_form() -> SliceFunction:
+    from peagle.kernels.soft_loss import soft_slice_triton
+
+    return soft_slice_triton
 
 
 @functools.cache
-def slice_function(kind: LossKind, compiled: bool) -> SliceFunction:
-    function: SliceFunction = soft_slice if kind == "soft" else hard_slice
-    return _Compiled(function) if compiled else function
+def slice_function(kind: LossKind, kernel: LossKernel) -> SliceFunction:
+    """The function of a slice: `kernel` and, should it fail, the slower forms after it."""
+    plain: SliceFunction = soft_slice if kind == "soft" else hard_slice
+    if kernel == "plain":
+        return plain
+    # slices differ in their rows: one compilation for all of them
+    forms: list[tuple[str, Callable[[], SliceFunction]]] = [
+        (f"the compiled {plain.__name__}", lambda: torch.compile(plain, dynamic=True)),
+        (f"the plain {plain.__name__}", lambda: plain),
+    ]
+    if kernel == "triton" and kind == "soft":
+        forms.insert(0, ("the Triton loss kernel", _triton_form))
+    return _FirstThatRuns(forms)
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What does not change from step to step. depths: K; slice_rows: rows whose logits exist at a time."""
+    """What does not change from step to step. depths: K."""
 
     kind: LossKind
     depths: int
-    slice_rows: int
-    compiled: bool = False
+    kernel: LossKernel = "plain"
     target_ids: Tensor | None = None  # [Vd] target id of each draft id, None for the whole vocabulary
 
 
@@ -117,7 +136,7 @@ class _SlicedLoss(torch.autograd.Function):
         settings: LossSettings,
         use_teacher: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        total, size = rows.index.shape[0], settings.slice_rows
+        total = rows.index.shape[0]
         with_rows, with_head = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         weight_dtype = torch.promote_types(normed.dtype, torch.float32)
         matrix = head.detach().to(normed.dtype)
@@ -125,17 +144,18 @@ class _SlicedLoss(torch.autograd.Function):
         head_gradient = torch.zeros_like(head, dtype=weight_dtype) if with_head else None
         losses = torch.empty(total, dtype=weight_dtype, device=normed.device)
         matches = torch.empty(total, dtype=torch.bool, device=normed.device)
-        function = slice_function(settings.kind, settings.compiled)
+        function = slice_function(settings.kind, settings.kernel)
         weights = rows.weight.to(weight_dtype)
-        for lo in range(0, total, size):
-            part = slice(lo, min(lo + size, total))
+        for lo, hi, first, end in rows.slices:
+            part = slice(lo, hi)
             x = normed[rows.index[part]]
             logits = x @ matrix.T
+            of = rows.teacher[part] - first
             if settings.kind == "soft":
-                teacher = lm_logits(hidden[rows.teacher[part]])
-                loss, gradient, match = function(logits, teacher, weights[part], settings.target_ids)
+                teacher = lm_logits(hidden[rows.positions[first:end]])
+                loss, gradient, match = function(logits, teacher, of, weights[part], settings.target_ids)
             else:
-                best = lm_logits(hidden[rows.teacher[part]]).argmax(-1) if use_teacher else None
+                best = lm_logits(hidden[rows.positions[first:end]]).argmax(-1)[of] if use_teacher else None
                 loss, gradient, match = function(logits, rows.token[part], weights[part], best, settings.target_ids)
             losses[part] = loss
             matches[part] = match

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -24,6 +25,18 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return FALLBACK_FREE
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that this process has held so far: of the device's memory, or of the host's for a CPU run."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else 1024 * held
 
 
 def budget(device: torch.device) -> int:
@@ -59,11 +72,11 @@ def choose_chunk_size(
 
 
 def choose_loss_rows(vocab_size: int, draft_vocab_size: int, device: torch.device, itemsize: int, room: int) -> int:
-    """Rows of a loss slice: a power of two, at most 2048 on a GPU and 512 elsewhere."""
+    """Rows of a loss slice: a power of two, at most 8192 on a GPU and 512 elsewhere."""
     row = (vocab_size + 2 * draft_vocab_size) * itemsize + 4 * (vocab_size + draft_vocab_size)
     if device.type != "cuda":
         row += 16 * (vocab_size + draft_vocab_size)  # no compiled kernel: temporaries
-    rows = 2048 if device.type == "cuda" else 512
+    rows = 8192 if device.type == "cuda" else 512
     while rows > 16 and rows * row > room // 4:
         rows //= 2
     return rows

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,25 @@ from peagle.errors import InputError
 from peagle.target.loading import load_target, target_fingerprint
 from peagle.target.model import Target
 from peagle.training.attention import BLOCK, choose_backend
+from peagle.training.average import WeightAverage
 from peagle.training.batches import Answers, BatchMaker, Schedule, StepBatch, prefetch, scan_answers, split_validation
 from peagle.training.checkpoints import checkpoint_folders, load_latest, save_checkpoint
 from peagle.training.chunks import Chunk, round_up
+from peagle.training.distributed import World, join, leave
 from peagle.training.draft_vocab import choose_draft_vocab
 from peagle.training.eagle3 import step_weights
 from peagle.training.encode import encode_packs
+from peagle.training.fuse import fuse_elementwise, unfuse
 from peagle.training.init import choose_mask_token, new_drafter
 from peagle.training.logs import MetricsLog, write_json
-from peagle.training.losses import LossSettings, head_loss
-from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows
+from peagle.training.losses import LossKernel, LossSettings, head_loss
+from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows, peak_memory
 from peagle.training.partition import PassResult, train_pack
+from peagle.training.plots import plot_run
 from peagle.training.precision import ComputeCopy
 from peagle.training.validate import Validation, validate
 
+ALONE = World()
 ENCODE_BYTES = 2 << 30  # auxiliary and hidden states of the packs that are encoded together
 STATE_FORMAT = 1
 
@@ -57,11 +62,20 @@ class TrainResult:
     validation: Validation | None
 
 
-def learning_rate_factor(step: int, progress: float, warmup_steps: int, floor: float) -> float:
-    """Linear warm-up over steps times a cosine from 1 to `floor` over the run (progress 0 to 1)."""
+def learning_rate_factor(
+    step: int, progress: float, warmup_steps: int, floor: float, decay_share: float | None = None
+) -> float:
+    """Linear warm-up over steps times a cosine from 1 to `floor` over the run (progress 0 to 1).
+
+    decay_share: 1 until that share of the run is left, then linear to `floor`, in the cosine's place.
+    """
     warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-    cosine = floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
-    return warm * cosine
+    progress = min(max(progress, 0.0), 1.0)
+    if decay_share is None:
+        left = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        left = min(1.0, (1.0 - progress) / decay_share) if decay_share else 1.0
+    return warm * (floor + (1.0 - floor) * left)
 
 
 def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None] = print) -> TrainResult | None:
@@ -70,22 +84,34 @@ def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None]
     dry_run: prepare everything, say what would be trained, and stop.
     """
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(automatic if config.device == "auto" else config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    device = automatic if config.device == "auto" else config.device
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device: got {config.device!r}, but PyTorch finds no CUDA device")
-    answers = open_dataset(list(config.data))
-    target = load_target(config.target, dtype=config.dtype, device=device)
-    if target.tokenizer is not None:
-        answers.check_target(target.tokenizer, target.vocab_size)
-    return train_on(config, target, answers, dry_run, say)
+    world, device = join(device)
+    try:
+        answers = open_dataset(list(config.data))
+        target = load_target(config.target, dtype=config.dtype, device=torch.device(device))
+        if target.tokenizer is not None:
+            answers.check_target(target.tokenizer, target.vocab_size)
+        return train_on(config, target, answers, dry_run, say, world)
+    finally:
+        leave()
 
 
 def train_on(
-    config: TrainConfig, target: Target, answers: Answers, dry_run: bool = False, say: Callable[[str], None] = print
+    config: TrainConfig,
+    target: Target,
+    answers: Answers,
+    dry_run: bool = False,
+    say: Callable[[str], None] = print,
+    world: World = ALONE,
 ) -> TrainResult | None:
     """`train` with a target and answers that are already open."""
-    trainer = Trainer(config, target, answers, say)
-    return None if dry_run else trainer.run()
+    trainer = Trainer(config, target, answers, say, world)
+    if dry_run:
+        trainer.estimate()
+        return None
+    return trainer.run()
 
 
 def target_identity(target: Target) -> str:
@@ -98,11 +124,28 @@ def target_identity(target: Target) -> str:
     return digest.hexdigest()[:16]
 
 
+def call_overhead(target: Target) -> int:
+    """What one more call of the target costs on a GPU, in tokens: its launches against the tokens of that time.
+
+    About 150 us a layer and 300 TFLOP/s: 5000 tokens for SmolLM2-135M, 90 for an 8B model.
+    """
+    size = sum(p.numel() for p in target.decoder.parameters())
+    return int(min(max(150e-6 * target.num_layers * 300e12 / (2 * size), 64), 32768))
+
+
 class Trainer:
     """A run: what it is made of, where it stands, and its loop."""
 
-    def __init__(self, config: TrainConfig, target: Target, answers: Answers, say: Callable[[str], None]) -> None:
-        self.config, self.target, self.say = config, target, say
+    def __init__(
+        self,
+        config: TrainConfig,
+        target: Target,
+        answers: Answers,
+        say: Callable[[str], None],
+        world: World = ALONE,
+    ) -> None:
+        self.config, self.target, self.world = config, target, world
+        self.say = say = say if world.first else lambda _message: None
         self.device = target.device
         self.folder = Path(config.output)
         self.step = 0
@@ -116,7 +159,9 @@ class Trainer:
         self.dtype = dtypes.get(config.dtype, default)
         attention = "dense" if config.attention == "auto" and config.compile == "off" else config.attention
         self.backend = choose_backend(attention, self.device)
-        compiled = config.compile == "auto" and self.device.type == "cuda"
+        cuda = self.device.type == "cuda"
+        compiled = config.compile == "auto" and cuda
+        kernel: LossKernel = "plain" if not compiled else "triton" if config.loss_kernel == "auto" else "compile"
 
         scan = scan_answers(answers, config.pack_length, target.vocab_size)
         say(f"data: {scan.summary()}")
@@ -139,12 +184,10 @@ class Trainer:
         # sizes come from memory, but a resumed run keeps those it began with, so that its sums round the same way
         self._choose_sizes((saved or {}).get("sizes", {}))
         self.maker = self._batch_maker()
-        cuda = self.device.type == "cuda"
         self.loss = LossSettings(
             kind=config.loss,
             depths=config.depths,
-            slice_rows=self.loss_rows,
-            compiled=compiled,
+            kernel=kernel,
             target_ids=None if vocab is None else vocab.target_ids.to(self.device),
         )
         training, held = split_validation(scan, config.validation_documents, config.seed)
@@ -158,6 +201,10 @@ class Trainer:
         # weights and optimizer
         self.copy = ComputeCopy(self.drafter, self.dtype)
         self.copy.bind(target.embed_weight, target.lm_head_weight)
+        self.fused = compiled and self.backend == "flex"
+        if self.fused:
+            fuse_elementwise(self.copy.compute)
+        self.mark: Callable[[str], None] = lambda _name: None  # a benchmark puts `timing.Marks` here
         self.parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         decay = [p for p in self.parameters if p.dim() == 2]  # not norms, not mask_hidden
         rest = [p for p in self.parameters if p.dim() != 2]
@@ -167,17 +214,57 @@ class Trainer:
             betas=(config.beta1, config.beta2),
             fused=cuda,
         )
+        self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
         self.stats = torch.zeros(3, config.depths, dtype=torch.float64, device=self.device)  # since the last log
         self.log_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.log_steps = self.log_tokens = 0
         self.documents = self.tokens = 0
         self.last_validation: Validation | None = None
         self.validated_at = -1
+        self.best = 0.0  # acceptance length without repeating text, of the head in best/
         if saved is not None:
             self._restore(saved)
+        world.same_weights(self.parameters)
+        self.copy.refresh()
         self._describe(scan.lengths[training])
+        if config.packs_per_step % world.size:
+            say(
+                f"packs_per_step: {config.packs_per_step} packs on {world.size} processes leave some idle at "
+                "the end of a step; a multiple does not"
+            )
 
     # -- preparing ------------------------------------------------------------------------------------------------
+
+    def estimate(self, steps: int = 2) -> None:
+        """Do a few steps whose results nobody keeps, and say what the run will take."""
+        self.prove_attention()
+        epoch, at = self.schedule.locate(0)
+        packs = self.schedule.epoch(epoch)[at]
+        tokens = 0
+        for i in range(steps + 1):
+            batch = self.maker.make(i, packs, stream=1)
+            if i == 1:  # the first one warms up
+                float(self.log_loss)  # waits for the device
+                began, tokens = time.perf_counter(), 0
+            self.train_step(batch, self.config.lr)
+            tokens += batch.tokens
+        float(self.log_loss)
+        seconds = (time.perf_counter() - began) / steps
+        minutes, limit = self.config.max_minutes, self.total_steps
+        reached = math.inf if limit is None else limit
+        if minutes is not None:
+            reached = min(reached, 60 * minutes / seconds)
+        gib = 2**30
+        trained = sum(p.numel() for p in self.parameters)
+        held = sum(p.numel() * p.element_size() for p in self.target.model.parameters()) / gib
+        self.say(
+            f"memory: peak {peak_memory(self.device) / gib:.2f} GiB on {self.device}: {held:.2f} GiB the target, "
+            f"{16 * trained / gib:.2f} GiB weights, gradients and Adam's moments in float32"
+        )
+        self.say(
+            f"time: {seconds:.2f} s a step, {tokens / steps / seconds:,.0f} tokens/s (measured over {steps} steps, "
+            f"without validation): {reached:,.0f} steps, {reached * seconds / 60:.1f} minutes"
+        )
 
     def _saved_state(self) -> dict[str, Any] | None:
         """The checkpoint to go on from, checked against this configuration; None for a new run."""
@@ -234,14 +321,17 @@ class Trainer:
             mask_token_id=self.mask_token,
             stepwise=stepwise,
             hard=config.loss == "hard",
-            depth_weights=step_weights(config.depths, config.ttt_decay) if stepwise else None,
+            depth_weights=step_weights(config.depths, config.ttt_decay if stepwise else config.depth_decay),
             draft_ids=self.draft_ids,
             row_multiple=multiple,
-            slice_rows=self.loss_rows if cuda else 1,  # equal slices matter to a compiler only
+            slice_rows=self.loss_rows,
+            loss_multiple=BLOCK if cuda else 1,  # whole tiles for the matrix products
             seed=config.seed,
             encode_tokens=max(config.pack_length, 32768 if cuda else 4096),
-            encode_overhead=4096 if cuda else 64,
+            encode_overhead=call_overhead(self.target) if cuda else 64,
             encode_multiple=64 if cuda else 1,
+            rank=self.world.rank,
+            world=self.world.size,
         )
 
     def _validation_batches(self) -> list[StepBatch]:
@@ -249,7 +339,8 @@ class Trainer:
         if not len(documents):
             return []
         schedule = Schedule(documents, lengths, self.config.pack_length, 1, self.config.seed)
-        return [self.maker.make(i, packs, stream=2) for i, packs in enumerate(schedule.epoch(0))]
+        whole = replace(self.maker, rank=0, world=1)  # processes share the batches, each of one pack
+        return [whole.make(i, packs, stream=2, find_loops=True) for i, packs in enumerate(schedule.epoch(0))]
 
     def _total_steps(self) -> int | None:
         """Steps that the step limits allow; None when only the clock ends the run."""
@@ -287,6 +378,7 @@ class Trainer:
             "sizes": {"chunk_size": self.chunk_size, "loss_rows": self.loss_rows},
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "average": None if self.average is None else self.average.averages,
             "rng": torch.get_rng_state(),
             "log": {
                 "stats": self.stats,
@@ -296,14 +388,18 @@ class Trainer:
             },
             "documents": self.documents,
             "tokens": self.tokens,
+            "best": self.best,
         }
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.drafter.load_state_dict(saved["drafter"])
         self.optimizer.load_state_dict(saved["optimizer"])
+        if self.average is not None:
+            torch._foreach_copy_(self.average.averages, [a.to(self.device) for a in saved["average"]])
         torch.set_rng_state(saved["rng"])
         self.step, self.elapsed = saved["step"], saved["elapsed"]
         self.documents, self.tokens = saved["documents"], saved["tokens"]
+        self.best = saved.get("best", 0.0)
         log = saved["log"]
         self.stats, self.log_loss = log["stats"].to(self.device), log["loss"].to(self.device)
         self.log_steps, self.log_tokens = log["steps"], log["tokens"]
@@ -311,15 +407,26 @@ class Trainer:
         self.say(f"resumed at step {self.step}")
 
     def save(self) -> Path:
-        """Write a checkpoint of the current step."""
+        """Write a checkpoint of the current step (every process calls this, the first one writes)."""
+        self._collect_stats()
+        folder = self.folder / "checkpoints"
+        if not self.world.first:
+            return folder
         if not all(bool(p.isfinite().all()) for p in self.parameters):
             raise InputError(f"lr: training diverged before step {self.step} (weights are not finite); lower it")
-        return save_checkpoint(self.folder / "checkpoints", self.step, self._state(), self.config.keep_checkpoints)
+        return save_checkpoint(folder, self.step, self._state(), self.config.keep_checkpoints)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def _elapsed(self) -> float:
         return self.elapsed + (time.monotonic() - self.began if hasattr(self, "began") else 0.0)
+
+    def _collect_stats(self) -> None:
+        """Bring the sums since the last log to the first process."""
+        if self.world.size > 1:
+            self.world.all_reduce(self.stats)
+            if not self.world.first:
+                self.stats.zero_()
 
     def progress(self) -> float:
         """Share of the run that is done, by its nearest limit."""
@@ -333,28 +440,40 @@ class Trainer:
     def run(self) -> TrainResult:
         """Train to the end of the run, or until SIGTERM or SIGINT asks for a checkpoint and an end."""
         config = self.config
+        self.world.agree([0.0])  # all have read the folder before the first one writes there
+        log: MetricsLog | None = None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            log = MetricsLog(self.folder, self.step, config.tensorboard)
-            write_json(self.folder / "run.json", self._facts())
+            if self.world.first:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                log = MetricsLog(self.folder, self.step, config.tensorboard)
+                write_json(self.folder / "run.json", self._facts())
         except OSError as error:
             raise InputError(f"output: {self.folder} cannot be written ({error.strerror or error})") from error
         self.began = time.monotonic()
         saved_at = self.began
-        warmup = config.warmup_steps
+        warmup, decay = config.warmup_steps, config.decay_share if config.schedule == "wsd" else None
         if self.total_steps is not None:
             warmup = min(warmup, self.total_steps // 10)
-        bar = _Bar(self.total_steps, config.max_minutes, self.step, self._elapsed())
+        bar = _Bar(self.total_steps, config.max_minutes, self.step, self._elapsed(), not self.world.first)
         self.prove_attention()
         batches = prefetch(self.maker, self.schedule, self.step, self.total_steps, self.device.type == "cuda")
         self.log_began = time.monotonic()
         try:
             with _stop_signals() as stop, bar:
-                while self.progress() < 1.0 and not stop.is_set():
+                while True:
+                    # clocks and signals differ between processes: decide together
+                    minutes = (time.monotonic() - saved_at) / 60
+                    now = [self.progress(), float(stop.is_set()), minutes]
+                    progress, stopped, minutes = self.world.agree(now)
+                    if minutes >= config.save_minutes:
+                        self.save()
+                        saved_at = time.monotonic()
+                    if progress >= 1.0 or stopped:
+                        break
                     batch = next(batches, None)
                     if batch is None:
                         break
-                    factor = learning_rate_factor(self.step, self.progress(), warmup, config.min_lr_ratio)
+                    factor = learning_rate_factor(self.step, progress, warmup, config.min_lr_ratio, decay)
                     norm = self.train_step(batch, config.lr * factor)
                     self.step += 1
                     self.documents += batch.documents
@@ -364,11 +483,10 @@ class Trainer:
                         bar.show(self._log(log, config.lr * factor, norm))
                     if self.validation and self.step % config.validate_every == 0:
                         self._validate(log)
-                    minutes = (time.monotonic() - saved_at) / 60
-                    if self.step % config.save_every == 0 or minutes >= config.save_minutes:
+                    if self.step % config.save_every == 0:
                         self.save()
                         saved_at = time.monotonic()
-                finished = not stop.is_set() or self.progress() >= 1.0
+                finished = not stopped or progress >= 1.0
                 # whoever stops a run wants it back; a finished one may be given a higher limit later
                 self.save()
                 if not finished:
@@ -378,21 +496,29 @@ class Trainer:
                     self._validate(log)
         finally:
             batches.close()
-            log.close()
-        head = save_drafter(self.drafter, self.folder / "head", target_name=self.target.name_or_path)
+            if log is not None:
+                log.close()
+        head = self.folder / "head"
+        if self.world.first:
+            with self.written_weights():
+                save_drafter(self.drafter, head, target_name=self.target.name_or_path)
+            plot_run(self.folder)
         self.say(f"wrote {head} after {self.step} steps, {self.documents} documents, {self.tokens:,} tokens")
-        return TrainResult(self.step, True, Path(head), self.last_validation)
+        return TrainResult(self.step, True, head, self.last_validation)
 
     def train_step(self, host: StepBatch, lr: float) -> Tensor:
         """One optimizer step; returns the gradient norm, on the device."""
+        self.mark("waiting for data")
         batch = host.to(self.device) if self.device.type != "cpu" else host
         n, count = self.config.pack_length, len(batch.packs)
         width = self.target.hidden_size
         per_pack = n * (self.drafter.config.aux_size * self.dtype.itemsize + width * self.target.dtype.itemsize)
         together = count * per_pack <= ENCODE_BYTES
         ids = self.drafter.config.aux_hidden_state_layer_ids
-        if together:
+        if together and count:
             aux, hidden = encode_packs(self.target, batch.groups, count * n, ids, self.dtype)
+            self.mark("target forward")
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, chunks in enumerate(batch.packs):
             if together:
                 span = slice(i * n, (i + 1) * n)
@@ -400,15 +526,20 @@ class Trainer:
             else:
                 groups = [part for g in batch.groups if (part := g.within(i * n, (i + 1) * n)) is not None]
                 one_aux, one_hidden = encode_packs(self.target, groups, n, ids, self.dtype)
+                self.mark("target forward")
                 result = self.train_pack(chunks, one_aux, one_hidden)
             self.stats += result.stats
-            self.log_loss += result.loss.double()
+            loss += result.loss.double()
+        self.log_loss += self.world.mean_gradients(self.parameters, loss, batch.weight if batch.rows else 0.0)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update(self.step)
         self.copy.refresh()
+        self.mark("optimizer")
         self.log_steps += 1
         self.log_tokens += batch.tokens
         return norm
@@ -417,17 +548,26 @@ class Trainer:
         drafter = self.copy.compute
 
         def chunk_loss(normed: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+            self.mark("drafter forward")
             result = head_loss(normed, drafter.lm_head_weight(), chunk.loss, hidden, self.target.lm_logits, self.loss)
+            self.mark("loss slices")
             return result.loss, result.stats
 
-        return train_pack(drafter, chunks, aux, chunk_loss, self.backend)
+        result = train_pack(drafter, chunks, aux, chunk_loss, self.backend)
+        self.mark("drafter backward")  # and the later chunks' forward, where a pack has several
+        return result
 
     def prove_attention(self) -> None:
-        """Compile the first pack's attention before the run; go without FlexAttention where that fails."""
+        """Run the first pack before the run, so that everything is compiled; go without what fails."""
         if self.backend != "flex":
             return
         epoch, at = self.schedule.locate(self.step)
-        chunks = self.maker.make(self.step, self.schedule.epoch(epoch)[at][:1], stream=1).to(self.device).packs[0]
+        chunks = (
+            replace(self.maker, rank=0, world=1)
+            .make(self.step, self.schedule.epoch(epoch)[at][:1], stream=1)
+            .to(self.device)
+            .packs[0]
+        )
         n, width = self.config.pack_length, self.target.hidden_size
         aux = torch.zeros(n, self.drafter.config.aux_size, dtype=self.dtype, device=self.device)
         hidden = torch.zeros(n, width, dtype=self.target.dtype, device=self.device)
@@ -436,6 +576,12 @@ class Trainer:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler stack raises
+            if self.fused:
+                warnings.warn(f"a compiled layer failed, trying uncompiled ones (slower): {error}", stacklevel=2)
+                self.fused = False
+                unfuse(self.copy.compute)
+                self.prove_attention()
+                return
             if self.config.attention == "flex":
                 raise
             warnings.warn(f"FlexAttention failed, dense attention takes its place (slower): {error}", stacklevel=2)
@@ -447,8 +593,9 @@ class Trainer:
             for module in (self.drafter, self.copy.compute):
                 module.zero_grad(set_to_none=True)
 
-    def _log(self, log: MetricsLog, lr: float, norm: Tensor) -> dict[str, Any]:
+    def _log(self, log: MetricsLog | None, lr: float, norm: Tensor) -> dict[str, Any]:
         """Write what happened since the last log; the one place in the loop that waits for the device."""
+        self._collect_stats()
         loss = float(self.log_loss) / max(self.log_steps, 1)
         sums, matches, counts = self.stats.tolist()
         if not math.isfinite(loss):
@@ -471,7 +618,8 @@ class Trainer:
         }
         if self.device.type == "cuda":
             values["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        log.write(values)
+        if log is not None:
+            log.write(values)
         self.stats.zero_()
         self.log_loss.zero_()
         self.log_steps = self.log_tokens = 0
@@ -482,23 +630,51 @@ class Trainer:
         """Passes over the data so far."""
         return self.documents / max(len(self.schedule.documents), 1)
 
-    def _validate(self, log: MetricsLog) -> None:
+    @contextmanager
+    def written_weights(self) -> Iterator[None]:
+        """The weights that a head is written with: the moving average where there is one."""
+        if self.average is None:
+            yield
+            return
+        with self.average.in_place():
+            self.copy.refresh()
+            yield
+        self.copy.refresh()
+
+    def _validate(self, log: MetricsLog | None) -> None:
         paused = time.monotonic()
-        found = validate(
-            self.copy.compute, self.target, self.validation, self.config.pack_length, self.loss, self.backend
-        )
+        with self.written_weights():
+            found = validate(
+                self.copy.compute,
+                self.target,
+                self.validation,
+                self.config.pack_length,
+                self.loss,
+                self.backend,
+                self.world,
+            )
         self.last_validation, self.validated_at = found, self.step
+        better = found.without_loops > self.best
+        self.best = max(self.best, found.without_loops)
+        if log is None:
+            return
+        if better:
+            with self.written_weights():
+                save_drafter(self.drafter, self.folder / "best", target_name=self.target.name_or_path)
         log.write(
             {
                 "step": self.step,
                 "validation_loss": found.loss,
                 "validation_accuracy": found.accuracy,
                 "validation_acceptance_length": found.acceptance_length,
+                "validation_acceptance_length_without_loops": found.without_loops,
+                "validation_loop_share": found.loop_share,
             }
         )
         shown = " ".join("-" if a is None else f"{a:.3f}" for a in found.accuracy)
         tqdm.write(
-            f"step {self.step}: validation loss {found.loss:.4f}, acceptance length {found.acceptance_length:.3f}, "
+            f"step {self.step}: validation loss {found.loss:.4f}, acceptance length {found.acceptance_length:.3f} "
+            f"({found.without_loops:.3f} without the {found.loop_share:.0%} in repeating text), "
             f"top-1 by depth {shown}",
             file=sys.stderr,
         )
@@ -522,6 +698,7 @@ class Trainer:
             },
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine(),
             "threads": torch.get_num_threads(),
+            "processes": self.world.size,
         }
         return facts
 
@@ -529,12 +706,13 @@ class Trainer:
 class _Bar:
     """Progress: steps where their number is known, seconds where only the clock ends the run."""
 
-    def __init__(self, steps: int | None, minutes: float | None, step: int, elapsed: float) -> None:
+    def __init__(self, steps: int | None, minutes: float | None, step: int, elapsed: float, silent: bool) -> None:
         self.by_steps = steps is not None
         total = steps if steps is not None else 60 * (minutes or 0.0)
         self.bar = tqdm(
             total=total,
             initial=step if self.by_steps else round(elapsed),
+            disable=silent,
             unit="step" if self.by_steps else "s",
             dynamic_ncols=True,
             mininterval=0.5 if sys.stderr.isatty() else 30.0,  # a log file wants few lines
@@ -548,9 +726,13 @@ class _Bar:
         self.bar.close()
 
     def update(self, step: int, elapsed: float) -> None:
+        if self.bar.disable:
+            return
         self.bar.update((step if self.by_steps else min(elapsed, self.bar.total)) - self.bar.n)
 
     def show(self, values: dict[str, Any]) -> None:
+        if self.bar.disable:
+            return
         first = values["accuracy"][0]
         self.bar.set_postfix_str(
             f"loss {values['loss']:.3f}, top-1 {first if first is None else round(first, 3)}, "
