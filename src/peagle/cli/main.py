@@ -18,6 +18,7 @@ from peagle.cli.demo import demo
 from peagle.cli.eval import evaluate
 from peagle.cli.inspect import inspect
 from peagle.cli.serve import serve
+from peagle.cli.serve_vllm import serve_vllm, take_engine
 from peagle.cli.train import train
 from peagle.errors import InputError
 
@@ -26,6 +27,12 @@ USER_ERROR = 2  # as for an unknown option
 
 class PeagleGroup(TyperGroup):
     """Turns an InputError into one line on stderr; PEAGLE_DEBUG=1 keeps the traceback. Other errors pass."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[:1] == ["serve"]:
+            engine, rest = take_engine(args[1:])
+            args = ["serve" if engine == "peagle" else "serve-vllm", *rest]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -52,6 +59,11 @@ app.command("eval", short_help="Measure how many drafts heads get accepted.")(ev
 app.command("inspect", short_help="Describe a head, and say what fits it.")(inspect)
 app.command("convert", short_help="Write a head in the native or the speculators layout.")(convert)
 app.command("serve", short_help="Serve a model with a head over OpenAI's HTTP API.")(serve)
+app.command(
+    "serve-vllm",  # reached as `serve --engine vllm`
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(serve_vllm)
 app.command("demo", short_help="Watch plain, EAGLE-3 and P-EAGLE decoding.")(demo)
 
 

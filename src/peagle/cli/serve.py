@@ -133,7 +133,11 @@ def serve(
     ] = 60.0,
     access_log: Annotated[bool, typer.Option(help="Log a line a request.")] = False,
 ) -> None:
-    """Serve a model over OpenAI's HTTP API, in place of `vllm serve` on one machine."""
+    """Serve a model over OpenAI's HTTP API, in place of `vllm serve` on one machine.
+
+    With --engine vllm the same command checks the head and starts stock vLLM instead; vLLM's own flags pass through,
+    and --dry-run prints the command only.
+    """
     refuse_absent(async_scheduling, max_cudagraph_capture_size, kv_cache_dtype)
 
     from peagle.config import EngineConfig, SpeculativeConfig

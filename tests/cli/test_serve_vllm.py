@@ -1,0 +1,31 @@
+"""`peagle serve --engine`: which engine gets which flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from peagle.cli.serve_vllm import take_engine
+from peagle.errors import InputError
+from tests.cli.conftest import run_peagle
+
+
+def test_engine_is_taken_out_wherever_it_stands():
+    assert take_engine(["T", "--engine", "vllm", "--port", "1"]) == ("vllm", ["T", "--port", "1"])
+    assert take_engine(["--engine=peagle", "T"]) == ("peagle", ["T"])
+    assert take_engine(["T"]) == ("peagle", ["T"])
+    with pytest.raises(InputError, match="--engine: got 'sglang', expected peagle or vllm"):
+        take_engine(["T", "--engine", "sglang"])
+
+
+def test_vllm_gets_its_own_flags(target_folder):
+    flags = ["--tensor-parallel-size", "2", "--port", "9", "--engine", "vllm", "--dry-run"]
+    result = run_peagle("serve", target_folder("llama"), *flags)
+    assert result.exit_code == 0, result.output
+    assert "--tensor-parallel-size 2 --port 9" in result.output
+    assert "--engine" not in result.output
+
+
+def test_unknown_engine_is_one_line():
+    result = run_peagle("serve", "T", "--engine", "x")
+    assert result.exit_code == 2
+    assert "expected peagle or vllm" in result.output
