@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.engine import LLM, SamplingParams
+from peagle.engine import LLM, SamplingParams, runner
 from peagle.engine.adjust import Penalties, penalise
 from peagle.engine.request import Request
 from peagle.engine.sampler import SamplingRows, choose
@@ -145,10 +145,22 @@ def test_prompt_logprobs_in_chunks(target: Target, batched_tokens: int, monkeypa
     monkeypatch.setattr("peagle.engine.scheduler.PROMPT_LOGPROB_ROWS", 12)
     engine = make_engine(target, tiny_head(target), 3, max_num_batched_tokens=batched_tokens, max_num_seqs=2)
     asks = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=3)
-    requests = run(engine, [SEQUENCES[6], SEQUENCES[0], SEQUENCES[5]], [asks, asks, SamplingParams(max_tokens=2)])
+    wanted = [0]
+    pack = runner.pack_logprobs
+
+    def counted(raw: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+        wanted.append(len(raw))
+        return pack(raw, token_ids, num_top)
+
+    monkeypatch.setattr("peagle.engine.runner.pack_logprobs", counted)
+    prompts = [SEQUENCES[i] for i in (6, 0, 5, 4)]
+    requests = run(engine, prompts, [asks, asks, SamplingParams(max_tokens=2), asks])
     check_prompt_logprobs(target, requests[0], 3)
+    check_prompt_logprobs(target, requests[3], 3)
     assert requests[1].prompt_logprobs == [None]
     assert requests[2].prompt_logprobs is None
+    assert max(wanted) <= 12  # together, so that many such requests need no more memory than one
+    assert sum(wanted) == 39 + 16
 
 
 def test_logprobs_end_with_the_tokens(target: Target, plain: list[list[int]]) -> None:

@@ -14,7 +14,8 @@ from peagle.engine.kv_cache import BlockManager, extend_keys
 from peagle.engine.plan import LaneSetup, StepPlan
 from peagle.engine.request import Request, Status
 
-# Rows a step of a request that asks for prompt_logprobs: each of them needs the logits of the whole vocabulary.
+# Rows a step of all requests that ask for prompt_logprobs: a row needs the logits of the whole vocabulary, and memory
+# is set aside only for rows that choose a token.
 PROMPT_LOGPROB_ROWS = 256
 
 
@@ -22,12 +23,14 @@ PROMPT_LOGPROB_ROWS = 256
 class Schedule:
     """The requests of a step, in the order of the plan's lists, and those that had to give way to them.
 
-    cache_queries, cache_hits: tokens of requests that start, and how many of them the prefix cache had.
+    report_rows: how many rows requests that ask for prompt_logprobs may still run. cache_queries, cache_hits: tokens of
+    requests that start, and how many of them the prefix cache had.
     """
 
     requests: list[Request]
     plan: StepPlan
     preempted: list[Request]
+    report_rows: int
     cache_queries: int = 0
     cache_hits: int = 0
 
@@ -90,11 +93,14 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Plan one step: reserve every block that it can touch, lookahead included, and advance nothing yet."""
-        schedule = Schedule([], StepPlan(), [])
+        schedule = Schedule([], StepPlan(), [], PROMPT_LOGPROB_ROWS)
         budget = self.max_num_batched_tokens
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
+            if request.waits_for_prompt_logprobs and schedule.report_rows == 0:
+                index += 1
+                continue
             if not self._reserve(request, schedule):
                 break  # it gave way itself, and it was the last
             budget -= self._plan(request, schedule, budget)
@@ -102,6 +108,8 @@ class Scheduler:
         if not schedule.preempted:
             while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
                 request = self.waiting[0]
+                if request.waits_for_prompt_logprobs and schedule.report_rows == 0:
+                    break
                 cached = self._find_cached(request)
                 uncached = len(request.token_ids) - len(cached) * self.blocks.block_size
                 if not self.chunked_prefill and uncached > budget:
@@ -117,7 +125,8 @@ class Scheduler:
         remaining = len(request.token_ids) - request.num_computed
         rows = min(remaining, budget)
         if request.waits_for_prompt_logprobs:
-            rows = min(rows, PROMPT_LOGPROB_ROWS)
+            rows = min(rows, schedule.report_rows)
+            schedule.report_rows -= rows
         samples = rows == remaining
         drafts = min(request.num_drafts, budget - rows) if samples else 0
         schedule.requests.append(request)
