@@ -12,7 +12,8 @@ JSON files with it. Compared are:
 - AL, as each engine counts it: 1 + accepted / drafts. vLLM counts what was verified, ours what was kept when a stop or
   a length limit cuts a run, so AL of vLLM also has the tokens behind the end of an answer;
 - kept/step: (output tokens - answers) / decoding steps, which both count alike (the first token of an answer comes from
-  the prefill). A step without drafts, because a single token was left, is not among the steps.
+  the prefill). Ours plans a step without drafts where a single token is left; its token counts here and the step does
+  not, which raises ours a little.
 
 On a CPU each decoding takes minutes. With --work FOLDER each one's result is kept there, and a run that was broken off
 goes on from what is there; without it they last until the program ends. Vary nothing but heads and K between runs that
