@@ -51,21 +51,27 @@ class SpeculativeConfig:
         """From JSON text, a mapping or a config; a key it does not know is refused by name."""
         if isinstance(value, SpeculativeConfig):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise InputError(f"speculative_config: {error}, expected a JSON object") from error
-        if not isinstance(value, Mapping):
-            raise InputError(f"speculative_config: got {value!r}, expected a JSON object")
+        settings = speculative_settings(value)
         known = [field.name for field in fields(cls)]
-        for key in value:
+        for key in settings:
             if key not in known:
                 raise InputError(f"speculative_config: unknown key {key!r}, expected {', '.join(known)}")
-        for key in ("model", "num_speculative_tokens"):
-            if key not in value:
-                raise InputError(f"speculative_config: {key} is missing")
-        return cls(**value)
+        return cls(**settings)
+
+
+def speculative_settings(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The speculative config as a dict, keys that only vLLM knows included; refused without the two it must have."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise InputError(f"speculative_config: {error}, expected a JSON object") from error
+    if not isinstance(value, Mapping):
+        raise InputError(f"speculative_config: got {value!r}, expected a JSON object")
+    for key in ("model", "num_speculative_tokens"):
+        if key not in value:
+            raise InputError(f"speculative_config: {key} is missing")
+    return dict(value)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from peagle.config import SpeculativeConfig
+from peagle.config import SpeculativeConfig, speculative_settings
 from peagle.errors import InputError
 from peagle.vllm.versions import MINIMUM, Trait, known_problems, parse_version
 
@@ -132,19 +132,10 @@ def parse_settings(value: str | Mapping[str, Any] | SpeculativeConfig) -> dict[s
     """vLLM's speculative config as a dict; only what this package needs of it is checked, the rest is vLLM's."""
     if isinstance(value, SpeculativeConfig):
         return {key: content for key, content in asdict(value).items() if content is not None}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise InputError(f"speculative_config: {error}, expected a JSON object") from error
-    if not isinstance(value, Mapping):
-        raise InputError(f"speculative_config: got {value!r}, expected a JSON object")
+    settings = speculative_settings(value)
     ours = ("model", "num_speculative_tokens", "method", "parallel_drafting")
-    for key in ours[:2]:
-        if key not in value:
-            raise InputError(f"speculative_config: {key} is missing")
-    checked = SpeculativeConfig.parse({key: value[key] for key in ours if key in value})
-    return {**value, "method": checked.method}
+    checked = SpeculativeConfig.parse({key: settings[key] for key in ours if key in settings})
+    return {**settings, "method": checked.method}
 
 
 def check(target: str, settings: dict[str, Any] | None, installed: Installed | None) -> list[str]:
