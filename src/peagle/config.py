@@ -158,7 +158,7 @@ class TrainConfig:
     norm_output: bool = False
     train_embeddings: bool = False
     train_lm_head: bool = False
-    init: Literal["target", "random"] = "target"
+    init: str = "target"  # "target", "random", or a head to go on from
     # what it learns
     k_train: int = 8  # depths 0..k_train-1; EAGLE-3 takes `ttt_steps` instead
     keep_rate: float = 0.8  # conditional drop
@@ -172,6 +172,7 @@ class TrainConfig:
     chunk_size: int | Literal["auto"] = "auto"
     loss_rows: int | Literal["auto"] = "auto"
     # optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 4e-4
     min_lr_ratio: float = 0.05
     warmup_steps: int = 100
@@ -217,15 +218,15 @@ class TrainConfig:
         self.data = (self.data,) if isinstance(self.data, str) else tuple(self.data)
         if self.aux_layer_ids is not None:
             self.aux_layer_ids = tuple(self.aux_layer_ids)
-        for name in ("target", "output"):
+        for name in ("target", "output", "init"):
             if not getattr(self, name):
                 raise InputError(f"{name}: missing, expected a path or name")
         if not self.data or not all(self.data):
             raise InputError("data: missing, expected at least one folder of answers")
         choices: dict[str, tuple[str, ...]] = {
             "kind": ("p-eagle", "eagle3"),
-            "init": ("target", "random"),
             "loss": ("soft", "hard"),
+            "optimizer": ("adamw", "muon"),
             "schedule": ("cosine", "wsd"),
             "resume": ("auto", "never"),
             "dtype": ("auto", "float32", "bfloat16"),
@@ -276,6 +277,11 @@ class TrainConfig:
     def depths(self) -> int:
         """Depths trained, depth 0 included."""
         return self.k_train if self.kind == "p-eagle" else self.ttt_steps
+
+    @property
+    def init_head(self) -> str | None:
+        """The head that the run starts from, where `init` names one."""
+        return None if self.init in ("target", "random") else self.init
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
