@@ -204,13 +204,14 @@ class TrainConfig:
     attention: Literal["auto", "dense", "flex"] = "auto"
     compile: Literal["auto", "off"] = "auto"
     loss_kernel: Literal["auto", "compile"] = "auto"
+    state_cache_gib: float = 0.0  # device memory for target states kept from one epoch to the next
 
     # fields that a resumed run may change: they decide when it ends and how it runs, not what it computes
     FREE: ClassVar[frozenset[str]] = frozenset(
         (
             *("output", "resume", "max_steps", "epochs", "max_samples", "max_minutes"),
             *("validate_every", "log_every", "save_every", "save_minutes", "keep_checkpoints", "tensorboard"),
-            *("device", "attention", "compile", "loss_kernel"),
+            *("device", "attention", "compile", "loss_kernel", "state_cache_gib"),
         )
     )
 
@@ -261,6 +262,7 @@ class TrainConfig:
             "beta1": (0.0, 0.9999999),
             "beta2": (0.0, 0.9999999),
             "weight_decay": (0.0, math.inf),
+            "state_cache_gib": (0.0, math.inf),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)

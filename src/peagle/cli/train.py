@@ -112,6 +112,9 @@ def train(
     attention: Annotated[str | None, typer.Option(help="auto (flex on a GPU), dense or flex.")] = None,
     compile: Annotated[str | None, typer.Option(help="auto (on a GPU) or off.")] = None,
     loss_kernel: Annotated[str | None, typer.Option(help="auto (Triton on a GPU) or compile (torch.compile).")] = None,
+    state_cache_gib: Annotated[
+        float | None, typer.Option(help="Device memory for target states kept between epochs [0].")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be trained, and stop.")] = False,
 ) -> None:
     """Train a P-EAGLE or EAGLE-3 head for TARGET on the answers in DATA.

@@ -47,6 +47,7 @@ from peagle.training.optimizer import Optimizer
 from peagle.training.partition import PassResult, train_pack
 from peagle.training.plots import plot_run
 from peagle.training.precision import ComputeCopy
+from peagle.training.state_cache import StateCache
 from peagle.training.validate import Validation, validate
 
 ALONE = World()
@@ -213,6 +214,7 @@ class Trainer:
         self.parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer = Optimizer(self.drafter, config, fused=cuda)
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
+        self.states = StateCache(int(config.state_cache_gib * 2**30))
         self.stats = torch.zeros(3, config.depths, dtype=torch.float64, device=self.device)  # since the last log
         self.log_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.log_steps = self.log_tokens = 0
@@ -514,7 +516,11 @@ class Trainer:
         together = count * per_pack <= ENCODE_BYTES
         ids = self.drafter.config.aux_hidden_state_layer_ids
         if together and count:
-            aux, hidden = encode_packs(self.target, batch.groups, count * n, ids, self.dtype)
+            states = self.states.get(batch.placed, count * n)
+            if states is None:
+                states = encode_packs(self.target, batch.groups, count * n, ids, self.dtype)
+                self.states.put(batch.placed, *states)
+            aux, hidden = states
             self.mark("target forward")
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, chunks in enumerate(batch.packs):
