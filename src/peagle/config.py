@@ -83,7 +83,9 @@ class EngineConfig:
     cpu_kv_cache_gib of the host's. seed: of requests that bring none. num_scheduler_steps: decoding steps between two
     looks of the host; more is faster for large batches without speculation, and tokens arrive in bursts. max_logprobs:
     the most logprobs or prompt_logprobs that a request may ask for a token, -1 for no limit. enable_prefix_caching: a
-    prompt's beginning that was computed before, for any request, is not computed again.
+    prompt's beginning that was computed before, for any request, is not computed again. On a GPU: async_scheduling
+    starts a step that only decodes before the host has read the one before it; enforce_eager runs without CUDA graphs;
+    max_cudagraph_capture_size is the most rows (K + 1 a request) of a step that is captured, None for up to 1024.
     """
 
     max_model_len: int | None = None
@@ -96,13 +98,16 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     num_scheduler_steps: int = 1
+    async_scheduling: bool = True
+    enforce_eager: bool = False
+    max_cudagraph_capture_size: int | None = None
     max_logprobs: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "block_size", "num_scheduler_steps"):
             _check_positive(name, getattr(self, name))
-        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "max_cudagraph_capture_size"):
             _check_positive(name, getattr(self, name), or_none=True)
         if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
             raise InputError(f"max_logprobs: got {self.max_logprobs!r}, expected -1 (no limit) or 0 or more")

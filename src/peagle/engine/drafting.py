@@ -1,4 +1,8 @@
-"""The drafter's side of a step: K drafts a request, in one pass (P-EAGLE) or K passes (EAGLE-3)."""
+"""The drafter's side of a step: K drafts a request, in one pass (P-EAGLE) or K passes (EAGLE-3).
+
+On a GPU every shape is known before the step runs, padding included, so that nothing waits for the device and a step
+can be captured. On the CPU rows that nobody needs are left out instead.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +61,20 @@ class DraftPass:
         self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, drafter.fc.weight.dtype)
         self.mask_state = drafter.mask_state() if self.parallel else None
 
-    def propose(self, target: PagedBatch, verified: Verified) -> Tensor:
+    def propose(self, target: PagedBatch, verified: Verified, fixed_shape: bool = False) -> Tensor:
         """Drafts [R, K] in the target's vocabulary; only each request's first `num_drafts` mean anything.
 
-        Also enters the accepted rows into the drafter's cache, over the MTP rows that stood there.
+        Also enters the accepted rows into the drafter's cache, over the MTP rows that stood there. fixed_shape: keep
+        padding on the CPU too, as it is on a GPU.
         """
-        expand = expand_draft_batch_on_host if verified.token_ids.device.type == "cpu" else expand_draft_batch
+        fixed_shape = fixed_shape or verified.token_ids.is_cuda
+        expand, copy_hidden = expand_draft_batch_on_host, copy_hidden_states
+        if verified.token_ids.is_cuda:
+            from peagle.kernels.draft_batch_triton import copy_hidden_states_triton, expand_draft_batch_triton
+
+            expand, copy_hidden = expand_draft_batch_triton, copy_hidden_states_triton
+        elif fixed_shape:
+            expand = expand_draft_batch
         batch = expand(
             verified.token_ids,
             target.positions,
@@ -76,13 +88,11 @@ class DraftPass:
             self.num_drafts - 1 if self.parallel else 0,
             self.drafter.config.mask_token_id or 0,
         )
-        hidden = copy_hidden_states(
-            self.drafter.combine(verified.aux), self.mask_state, batch.hidden_rows, batch.is_masked
-        )
+        hidden = copy_hidden(self.drafter.combine(verified.aux), self.mask_state, batch.hidden_rows, batch.is_masked)
         normed, feedback = self._run(batch, hidden, target)
         if self.parallel:
-            return self._choose(normed, batch.sample_rows, verified.num_drafts)
-        return self._continue(normed, feedback, batch, target, verified.num_drafts)
+            return self._choose(normed, batch.sample_rows, verified.num_drafts, fixed_shape)
+        return self._continue(normed, feedback, batch, target, verified.num_drafts, fixed_shape)
 
     def _run(self, batch: DraftBatch, hidden: Tensor, target: PagedBatch) -> tuple[Tensor, Tensor]:
         mask_rows = batch.sample_rows.shape[1] - 1
@@ -106,9 +116,9 @@ class DraftPass:
     def _argmax(self, normed: Tensor) -> Tensor:
         return self.drafter.to_target_ids(argmax_rows(self.drafter.logits(normed)))
 
-    def _choose(self, normed: Tensor, rows: Tensor, num_drafts: Tensor) -> Tensor:
-        """The argmax of rows [R, D] of normed, [R, D]; on the CPU only of rows that are wanted."""
-        if normed.device.type != "cpu" or int(num_drafts.min()) >= rows.shape[1]:
+    def _choose(self, normed: Tensor, rows: Tensor, num_drafts: Tensor, fixed_shape: bool) -> Tensor:
+        """The argmax of rows [R, D] of normed, [R, D]; without a fixed shape only of rows that are wanted."""
+        if fixed_shape or int(num_drafts.min()) >= rows.shape[1]:
             return self._argmax(normed[rows.flatten()]).view(rows.shape)
         wanted = torch.arange(rows.shape[1]) < num_drafts[:, None]
         drafts = torch.zeros_like(rows)
@@ -117,15 +127,21 @@ class DraftPass:
         return drafts
 
     def _continue(
-        self, normed: Tensor, feedback: Tensor, batch: DraftBatch, target: PagedBatch, num_drafts: Tensor
+        self,
+        normed: Tensor,
+        feedback: Tensor,
+        batch: DraftBatch,
+        target: PagedBatch,
+        num_drafts: Tensor,
+        fixed_shape: bool,
     ) -> Tensor:
         """EAGLE-3: from the anchors' rows on, one row a request and pass, each fed the output of the one before."""
         anchors = batch.sample_rows[:, 0]
         drafts = torch.zeros(len(anchors), self.num_drafts, dtype=torch.int64, device=normed.device)
-        drafts[:, :1] = self._choose(normed, batch.sample_rows, num_drafts)
+        drafts[:, :1] = self._choose(normed, batch.sample_rows, num_drafts, fixed_shape)
         members = torch.arange(len(anchors), device=normed.device)
         passes = self.num_drafts
-        if normed.device.type == "cpu":  # leave out requests that want no further draft
+        if not fixed_shape:  # leave out requests that want no further draft
             members = (num_drafts > 1).nonzero()[:, 0]
             passes = int(num_drafts.max())
         # where every pass's rows stand, [passes, members]

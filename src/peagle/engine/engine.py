@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from peagle.config import EngineConfig
 from peagle.drafter.model import Drafter
@@ -15,7 +16,7 @@ from peagle.engine.memory import fit_model_len, num_kv_blocks
 from peagle.engine.outputs import Logprob, PositionLogprobs, StepOutput
 from peagle.engine.plan import StepResult, TokenLogprobs
 from peagle.engine.request import Request, Status
-from peagle.engine.runner import Runner
+from peagle.engine.runner import Launched, Runner
 from peagle.engine.sampling_params import MAX_SEED, SamplingParams
 from peagle.engine.scheduler import Schedule, Scheduler
 from peagle.engine.stats import EngineStats
@@ -23,6 +24,8 @@ from peagle.errors import InputError
 from peagle.target.model import Target
 
 log = logging.getLogger(__name__)
+
+MAX_CAPTURED_ROWS = 1024  # unless the config says otherwise
 
 
 def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
@@ -37,6 +40,15 @@ def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
             num_speculative_tokens,
             k_train,
         )
+
+
+def captured_rows(config: EngineConfig, device: torch.device, num_speculative_tokens: int) -> int:
+    """The most target rows of a step that runs in fixed shapes, as CUDA graphs; 0: none does."""
+    if config.enforce_eager or (device.type != "cuda" and config.num_scheduler_steps == 1):
+        return 0
+    if config.max_cudagraph_capture_size is not None:
+        return config.max_cudagraph_capture_size
+    return min(config.max_num_seqs * (num_speculative_tokens + 1), MAX_CAPTURED_ROWS)
 
 
 class Engine:
@@ -100,9 +112,11 @@ class Engine:
             config.max_num_seqs,
             self.max_model_len,
             steps,
+            captured_rows(config, target.device, num_speculative_tokens),
         )
         self.stats = EngineStats()
         self.requests: dict[str, Request] = {}
+        self._flight: tuple[Schedule, Launched] | None = None  # a step that runs ahead of the host
         self._decoded: dict[int, str] = {}  # token ids that logprobs have been reported of
         self._seeds = np.random.default_rng(config.seed)
 
@@ -228,21 +242,39 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one step; what it added to each request that got tokens. An empty list when there is nothing to do."""
-        schedule = self.scheduler.schedule()
-        self.stats.num_preemptions += len(schedule.preempted)
-        self.stats.prefix_cache_queries += schedule.cache_queries
-        self.stats.prefix_cache_hits += schedule.cache_hits
-        if not schedule.requests:
-            return []
-        result = self.runner.execute(schedule.plan)
+        flight, self._flight = self._flight, None
+        if flight is not None and all(request.status is Status.FINISHED for request in flight[0].requests):
+            flight = None  # nobody is left who would want its tokens
+        if flight is None:
+            schedule = self.scheduler.schedule()
+            self.stats.num_preemptions += len(schedule.preempted)
+            self.stats.prefix_cache_queries += schedule.cache_queries
+            self.stats.prefix_cache_hits += schedule.cache_hits
+            if not schedule.requests:
+                return []
+            flight = schedule, self.runner.launch(schedule.plan)
+        schedule, launched = flight
+        if self.config.async_scheduling and launched.repeatable:
+            # the device goes on while the host reads this step; tokens behind a request's end are dropped
+            ahead = self.scheduler.repeat(schedule)
+            if ahead is not None:
+                self._flight = ahead, self.runner.repeat(ahead.plan)
         self.stats.num_steps += 1
-        return self._advance(schedule, result)
+        return self._advance(schedule, launched.wait())
+
+    def capture(self) -> None:
+        """On a GPU record the CUDA graphs of all batch sizes now; without this each is recorded when it first runs."""
+        self.runner.capture()
 
     def _advance(self, schedule: Schedule, result: StepResult) -> list[StepOutput]:
+        if schedule.ahead:
+            self.scheduler.catch_up(schedule)
         plan = schedule.plan
         outputs: list[StepOutput] = []
         finished: list[Request] = []
         for i, request in enumerate(schedule.requests):
+            if request.status is Status.FINISHED:  # ended or aborted while the step ran
+                continue
             computed = plan.starts[i] + plan.query_lens[i]
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs += [self._named(report) for report in result.prompt_logprobs.get(i, ())]
