@@ -23,12 +23,20 @@ def _check_positive(name: str, value: object, or_none: bool = False) -> None:
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """vLLM's speculative config. parallel_drafting: True for a P-EAGLE head, False for an EAGLE-3 head, None for
-    whatever the head is; a head of the other kind is refused when it is loaded."""
+    whatever the head is; a head of the other kind is refused when it is loaded.
+
+    rejection_sample_method "synthetic", for benchmarks only, accepts drafts whatever they are, so that what comes out
+    is no text: either by synthetic_acceptance_rates, per position how often it and all before it are accepted, or by
+    synthetic_acceptance_length, the mean number of tokens a step (1 to num_speculative_tokens + 1).
+    """
 
     model: str
     num_speculative_tokens: int
     method: Literal["eagle3"] = "eagle3"
     parallel_drafting: bool | None = None
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         if self.method != "eagle3":
@@ -38,6 +46,51 @@ class SpeculativeConfig:
             raise InputError(f"model: got {self.model!r}, expected a head's folder or Hub id")
         if self.parallel_drafting not in (None, True, False):
             raise InputError(f"parallel_drafting: got {self.parallel_drafting!r}, expected true or false")
+        if self.synthetic_acceptance_rates is not None:
+            object.__setattr__(self, "synthetic_acceptance_rates", tuple(self.synthetic_acceptance_rates))
+        self._check_synthetic()
+
+    def _check_synthetic(self) -> None:
+        method, rates, length = (
+            self.rejection_sample_method,
+            self.synthetic_acceptance_rates,
+            self.synthetic_acceptance_length,
+        )
+        k = self.num_speculative_tokens
+        if method not in ("standard", "synthetic"):
+            raise InputError(f"rejection_sample_method: got {method!r}, expected 'standard' or 'synthetic'")
+        if method == "standard":
+            if rates is not None or length is not None:
+                raise InputError(
+                    "synthetic_acceptance_rates, synthetic_acceptance_length: expected only with "
+                    "rejection_sample_method 'synthetic'"
+                )
+        elif (rates is None) == (length is None):
+            raise InputError(
+                "rejection_sample_method: 'synthetic' needs synthetic_acceptance_rates or synthetic_acceptance_length, "
+                "one of the two"
+            )
+        elif rates is not None:
+            falling = all(a >= b for a, b in zip((1.0, *rates), (*rates, 0.0), strict=True))
+            if len(rates) != k or not falling:
+                raise InputError(
+                    f"synthetic_acceptance_rates: got {list(rates)}, expected {k} numbers from 1 to 0, none above the "
+                    "one before it"
+                )
+        elif length is not None and not 1 <= length <= k + 1:
+            raise InputError(f"synthetic_acceptance_length: got {length}, expected 1 to {k + 1}")
+
+    @property
+    def synthetic_rates(self) -> tuple[float, ...] | None:
+        """Per position how often it and all before it are to be accepted; None for real verification.
+
+        A length becomes the rates of least variance, as in vLLM: whole positions first, then what is left.
+        """
+        if self.rejection_sample_method == "standard" or self.synthetic_acceptance_rates is not None:
+            return self.synthetic_acceptance_rates
+        assert self.synthetic_acceptance_length is not None
+        accepted = self.synthetic_acceptance_length - 1
+        return tuple(min(max(accepted - i, 0.0), 1.0) for i in range(self.num_speculative_tokens))
 
     @property
     def kind(self) -> Literal["p-eagle", "eagle3"] | None:

@@ -23,7 +23,7 @@ from peagle.engine.lanes import Lanes
 from peagle.engine.plan import StepPlan, StepResult
 from peagle.engine.sampler import argmax_rows, invert_cdf, uniform
 from peagle.engine.step_inputs import to_device
-from peagle.engine.verification import verify
+from peagle.engine.verification import accepts_anything, verify
 from peagle.target.model import Target
 from peagle.target.paged_attention import KVCache, PagedBatch
 
@@ -54,7 +54,8 @@ class DecodeBatch:
 class DecodeStep:
     """Runs plans that only decode; `fits` says which requests of a plan do.
 
-    max_rows: the most target rows, K + 1 a request, of a batch; larger ones do not fit.
+    max_rows: the most target rows, K + 1 a request, of a batch; larger ones do not fit. synthetic_rates: see
+    `accepts_anything`.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class DecodeStep:
         num_drafts: int,
         max_rows: int,
         max_model_len: int,
+        synthetic_rates: Tensor | None = None,
     ) -> None:
         self.target, self.draft_pass, self.kv_cache, self.lanes = target, draft_pass, kv_cache, lanes
-        self.k, self.max_model_len = num_drafts, max_model_len
+        self.k, self.max_model_len, self.synthetic_rates = num_drafts, max_model_len, synthetic_rates
         self.aux_layer_ids = draft_pass.drafter.config.aux_hidden_state_layer_ids if draft_pass is not None else ()
         self.sizes = capture_sizes(len(lanes.block_tables), max_rows // (num_drafts + 1))
         self.graphs = Graphs()
@@ -206,7 +208,10 @@ class DecodeStep:
         )
         assert logits is not None
         choices = self._choose(logits, batch, positions, sampled).view(size, k + 1)
-        tokens, num_accepted = verify(choices, token_ids[:, 1:], torch.where(runs, batch.num_drafts, 0))
+        accepted = None
+        if self.synthetic_rates is not None:
+            accepted = accepts_anything(self.synthetic_rates, batch.seed, batch.position)
+        tokens, num_accepted = verify(choices, token_ids[:, 1:], torch.where(runs, batch.num_drafts, 0), accepted)
         next_token = tokens.gather(1, num_accepted[:, None])[:, 0]
         next_position = torch.where(runs, batch.position + 1 + num_accepted, batch.position)
         column = torch.where(runs, next_position, lanes.width - 1)

@@ -19,7 +19,7 @@ from peagle.engine.request import Request, Status
 from peagle.engine.runner import Launched, Runner
 from peagle.engine.sampling_params import MAX_SEED, SamplingParams
 from peagle.engine.scheduler import Schedule, Scheduler
-from peagle.engine.stats import EngineStats
+from peagle.engine.stats import EngineStats, SpecMetrics
 from peagle.errors import InputError
 from peagle.target.model import Target
 
@@ -54,6 +54,7 @@ def captured_rows(config: EngineConfig, device: torch.device, num_speculative_to
 class Engine:
     """Continuous batching over one target and, if given, one bound drafter with `num_speculative_tokens` drafts.
 
+    synthetic_rates: for benchmarks only, accept drafts by chance and not by what they are (SpeculativeConfig).
     Raises InputError for settings that do not fit together or into memory.
     """
 
@@ -63,6 +64,7 @@ class Engine:
         drafter: Drafter | None = None,
         num_speculative_tokens: int = 0,
         config: EngineConfig | None = None,
+        synthetic_rates: tuple[float, ...] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.target = target
@@ -113,8 +115,16 @@ class Engine:
             self.max_model_len,
             steps,
             captured_rows(config, target.device, num_speculative_tokens),
+            synthetic_rates,
         )
-        self.stats = EngineStats()
+        self.synthetic = synthetic_rates is not None
+        if self.synthetic:
+            log.warning(
+                "SYNTHETIC ACCEPTANCE: drafts are accepted by chance (rates %s), whatever they are. The output is no "
+                "text of the model; use this for benchmarks only",
+                ", ".join(f"{rate:g}" for rate in synthetic_rates or ()),
+            )
+        self.stats = EngineStats(synthetic=self.synthetic)
         self.requests: dict[str, Request] = {}
         self._flight: tuple[Schedule, Launched] | None = None  # a step that runs ahead of the host
         self._decoded: dict[int, str] = {}  # token ids that logprobs have been reported of
@@ -157,6 +167,7 @@ class Engine:
             eos_token_ids=self.target.eos_token_ids,
             seed=params.seed if params.seed is not None else int(self._seeds.integers(MAX_SEED)),
             stream_text=stream_text,
+            metrics=SpecMetrics(synthetic=self.synthetic),
             num_logprobs=self._num_logprobs("logprobs", params.logprobs),
             num_prompt_logprobs=self._num_logprobs("prompt_logprobs", params.prompt_logprobs),
         )

@@ -56,4 +56,4 @@ def load_engine(
     if speculative is None:
         return Engine(target, config=config)
     drafter = load_bound_drafter(target, speculative)
-    return Engine(target, drafter, speculative.num_speculative_tokens, config)
+    return Engine(target, drafter, speculative.num_speculative_tokens, config, speculative.synthetic_rates)

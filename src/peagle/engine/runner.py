@@ -21,7 +21,7 @@ from peagle.engine.logprobs import ReportRows, pack_logprobs, unpack_logprobs
 from peagle.engine.plan import StepPlan, StepResult
 from peagle.engine.sampler import choose
 from peagle.engine.step_inputs import StepInputs, build_step_inputs
-from peagle.engine.verification import verify
+from peagle.engine.verification import accepts_anything, conditional_rates, verify
 from peagle.target.model import Target
 
 
@@ -50,8 +50,10 @@ class Runner:
         max_model_len: int,
         num_scheduler_steps: int = 1,
         max_captured_rows: int = 0,
+        synthetic_rates: tuple[float, ...] | None = None,
     ) -> None:
-        """max_captured_rows: the most target rows of a batch that runs in fixed shapes; 0: none does."""
+        """max_captured_rows: the most target rows of a batch that runs in fixed shapes; 0: none does. synthetic_rates:
+        SpeculativeConfig's, for benchmarks."""
         self.target = target
         self.device = target.device
         self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
@@ -62,6 +64,7 @@ class Runner:
         if drafter is not None:
             with torch.inference_mode():
                 self.draft_pass = DraftPass(drafter, num_speculative_tokens, num_blocks, block_size)
+        self.synthetic_rates = None if synthetic_rates is None else conditional_rates(synthetic_rates, self.device)
         self.num_scheduler_steps = num_scheduler_steps
         self.decode: DecodeStep | None = None
         if max_captured_rows > 0:
@@ -74,6 +77,7 @@ class Runner:
                     self.num_speculative_tokens,
                     max_captured_rows,
                     max_model_len,
+                    self.synthetic_rates,
                 )
 
     @torch.inference_mode()
@@ -185,7 +189,10 @@ class Runner:
             return in_place[:, None].expand(-1, self.num_speculative_tokens + 1), none, in_place
         tokens, num_accepted = choices[inputs.choice_index], none
         if inputs.any_drafts:
-            tokens, num_accepted = verify(tokens, token_ids[inputs.draft_rows], inputs.num_drafts)
+            accepted = None
+            if self.synthetic_rates is not None:
+                accepted = accepts_anything(self.synthetic_rates, inputs.seed, inputs.ends - inputs.num_drafts - 1)
+            tokens, num_accepted = verify(tokens, token_ids[inputs.draft_rows], inputs.num_drafts, accepted)
         next_token = tokens.gather(1, num_accepted[:, None])[:, 0]
         return tokens, num_accepted, torch.where(inputs.samples, next_token, in_place)
 
