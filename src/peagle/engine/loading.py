@@ -27,16 +27,21 @@ def prepare_for_inference(target: Target) -> None:
         pack_linears(target.model, keep=(target.model.get_output_embeddings(),))
 
 
+def prepare_drafter(drafter: Drafter, target: Target) -> Drafter:
+    """Bind a head to its target and make it ready for inference in place, as `prepare_for_inference` does."""
+    drafter.bind(target.embed_weight, target.lm_head_weight, target.model.get_output_embeddings())
+    if target.device.type == "cpu" and target.dtype == torch.float32:
+        pack_linears(drafter, keep=tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None))
+    return drafter.requires_grad_(False)
+
+
 def load_bound_drafter(target: Target, speculative: SpeculativeConfig) -> Drafter:
     """Load a head, refuse it when it is of the wrong kind or made for another target, and bind it to this one."""
     drafter = load_drafter(speculative.model, speculative.kind, target.dtype, target.device)
     check_fits(
         drafter.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )
-    drafter.bind(target.embed_weight, target.lm_head_weight, target.model.get_output_embeddings())
-    if target.device.type == "cpu" and target.dtype == torch.float32:
-        pack_linears(drafter, keep=tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None))
-    return drafter.requires_grad_(False)
+    return prepare_drafter(drafter, target)
 
 
 def load_engine(
