@@ -272,6 +272,7 @@ def main() -> None:
                 max_model_len=max_model_len,
                 max_num_seqs=max(several),
                 enable_prefix_caching=False,
+                kv_cache_dtype=args.kv_cache_dtype,
                 enforce_eager=args.enforce_eager,
                 async_scheduling=not args.no_async_scheduling,
             ),

@@ -139,6 +139,7 @@ class EngineConfig:
     prompt's beginning that was computed before, for any request, is not computed again. On a GPU: async_scheduling
     starts a step that only decodes before the host has read the one before it; enforce_eager runs without CUDA graphs;
     max_cudagraph_capture_size is the most rows (K + 1 a request) of a step that is captured, None for up to 1024.
+    kv_cache_dtype fp8 keeps keys and values of target and drafter in float8 (e4m3, with scale 1): half the memory.
     """
 
     max_model_len: int | None = None
@@ -154,6 +155,7 @@ class EngineConfig:
     async_scheduling: bool = True
     enforce_eager: bool = False
     max_cudagraph_capture_size: int | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_logprobs: int = 20
     seed: int = 0
 
@@ -162,6 +164,8 @@ class EngineConfig:
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "max_cudagraph_capture_size"):
             _check_positive(name, getattr(self, name), or_none=True)
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            raise InputError(f"kv_cache_dtype: got {self.kv_cache_dtype!r}, expected 'auto' or 'fp8'")
         if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
             raise InputError(f"max_logprobs: got {self.max_logprobs!r}, expected -1 (no limit) or 0 or more")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from peagle.drafter import Drafter
 from peagle.engine import Engine, SamplingParams
@@ -119,6 +120,23 @@ def test_temperature(target: Target, fixed: Fixed, k: int, behind: bool) -> None
     params[1] = SamplingParams(max_tokens=6, temperature=0.8, logprobs=2, seed=0, ignore_eos=True)
     params[2] = SamplingParams(max_tokens=12, temperature=0, min_tokens=6, stop_token_ids=list(range(50)))
     compare(fixed, target, drafter, k, params, behind=behind)
+
+
+@pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
+def test_float8_cache(target: Target, fixed: Fixed, kind: str) -> None:
+    """Drafts change nothing about what a float8 cache gives; it is not what an exact one gives."""
+    exact, coarse = (
+        [r.output_token_ids for r in run(make_engine(target, kv_cache_dtype=dtype), SEQUENCES, greedy(40))]
+        for dtype in ("auto", "fp8")
+    )
+    assert coarse != exact
+    answers = {str(i): prompt + answer for i, (prompt, answer) in enumerate(zip(SEQUENCES, coarse, strict=True))}
+    engine = compare(fixed, target, tiny_head(target, kind), 3, [greedy(40)] * 8, answers, kv_cache_dtype="fp8")
+    assert engine.runner.kv_cache[0][0].dtype is torch.float8_e4m3fn
+    assert engine.runner.draft_pass is not None
+    assert engine.runner.draft_pass.kv_cache[0][0].dtype is torch.float8_e4m3fn
+    replay(engine, answers, by_position(3))
+    assert [r.output_token_ids for r in run(engine, SEQUENCES, greedy(40))] == coarse
 
 
 @pytest.mark.parametrize("behind", [False, True])

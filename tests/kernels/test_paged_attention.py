@@ -64,6 +64,26 @@ def test_attention_on_random_lengths(seed):
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_float8_cache():
+    """Writing and reading float8, with numbers beyond what it holds."""
+    q, k, v, batch = ragged(1, query_lens=(1, 8, 3, 20))
+    new_k, new_v = torch.randn(32, 2, 32), torch.randn(32, 2, 32) * 3
+    new_k[0, 0, 0], new_v[1, 0, 0] = 1e4, -1e4
+    batch.slot_mapping[:] = torch.randperm(k.shape[0] * k.shape[1])[:32]
+    batch.slot_mapping[5] = -1
+    caches = [x.to(torch.float8_e4m3fn) for x in (k, v)]
+    moved = [x.to(DEVICE) for x in caches]
+    write_kv(new_k, new_v, *caches, batch.slot_mapping)
+    flat = [x.view(-1, 2, 32) for x in moved]
+    write_kv_triton(new_k.to(DEVICE), new_v.to(DEVICE), *flat, batch.slot_mapping.to(DEVICE))
+    for ours, expected in zip(moved, caches, strict=True):
+        assert torch.equal(ours.cpu().view(torch.uint8), expected.view(torch.uint8))
+        assert expected.float().abs().max() == 448
+    expected = paged_attention(q, *caches, batch, 32**-0.5)
+    got = paged_attention_triton(q.to(DEVICE), *moved, to_device(batch), 32**-0.5)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_write_skips_padding_slots():
     k, v = torch.randn(5, 2, 24), torch.randn(5, 2, 24)
     slots = torch.tensor([3, -1, 7, -1, 0])

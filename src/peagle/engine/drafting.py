@@ -52,13 +52,20 @@ def new_drafter_cache(drafter: Drafter, num_blocks: int, block_size: int, dtype:
 class DraftPass:
     """A bound drafter with its KV cache; `propose` gives K drafts a request."""
 
-    def __init__(self, drafter: Drafter, num_drafts: int, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        num_drafts: int,
+        num_blocks: int,
+        block_size: int,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self.drafter = drafter
         self.num_drafts = num_drafts
         self.block_size = block_size
         self.parallel = drafter.config.kind == "p-eagle"
         self.scale = drafter.config.head_dim**-0.5
-        self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, drafter.fc.weight.dtype)
+        self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, cache_dtype or drafter.fc.weight.dtype)
         self.mask_state = drafter.mask_state() if self.parallel else None
 
     def propose(self, target: PagedBatch, verified: Verified, fixed_shape: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from peagle.config import EngineConfig
 from peagle.drafter.model import Drafter
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.kv_cache import BlockManager
-from peagle.engine.memory import fit_model_len, num_kv_blocks
+from peagle.engine.memory import cache_dtype, fit_model_len, num_kv_blocks
 from peagle.engine.outputs import Logprob, PositionLogprobs, StepOutput
 from peagle.engine.plan import StepResult, TokenLogprobs
 from peagle.engine.request import Request, Status
@@ -116,6 +116,7 @@ class Engine:
             steps,
             captured_rows(config, target.device, num_speculative_tokens),
             synthetic_rates,
+            cache_dtype(target, config),
         )
         self.synthetic = synthetic_rates is not None
         if self.synthetic:

@@ -51,19 +51,20 @@ class Runner:
         num_scheduler_steps: int = 1,
         max_captured_rows: int = 0,
         synthetic_rates: tuple[float, ...] | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """max_captured_rows: the most target rows of a batch that runs in fixed shapes; 0: none does. synthetic_rates:
-        SpeculativeConfig's, for benchmarks."""
+        SpeculativeConfig's, for benchmarks. cache_dtype: of keys and values; None: the target's."""
         self.target = target
         self.device = target.device
         self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
         self.aux_layer_ids = drafter.config.aux_hidden_state_layer_ids if drafter is not None else ()
         self.lanes = Lanes(max_num_seqs, max_model_len, block_size, self.num_speculative_tokens, self.device)
-        self.kv_cache = target.new_kv_cache(num_blocks, block_size)
+        self.kv_cache = target.new_kv_cache(num_blocks, block_size, cache_dtype)
         self.draft_pass: DraftPass | None = None
         if drafter is not None:
             with torch.inference_mode():
-                self.draft_pass = DraftPass(drafter, num_speculative_tokens, num_blocks, block_size)
+                self.draft_pass = DraftPass(drafter, num_speculative_tokens, num_blocks, block_size, cache_dtype)
         self.synthetic_rates = None if synthetic_rates is None else conditional_rates(synthetic_rates, self.device)
         self.num_scheduler_steps = num_scheduler_steps
         self.decode: DecodeStep | None = None

@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.target.paged_attention import PagedBatch
+from peagle.target.paged_attention import FP8, PagedBatch
 
 
 @triton.jit
 def _write_kv_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_stride, v_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row).to(tl.int64)
@@ -21,6 +22,9 @@ def _write_kv_kernel(
         inside = column < WIDTH
         k = tl.load(k_ptr + row * k_stride + column, mask=inside)
         v = tl.load(v_ptr + row * v_stride + column, mask=inside)
+        if IS_FP8:
+            k = tl.minimum(tl.maximum(k.to(tl.float32), -448.0), 448.0)
+            v = tl.minimum(tl.maximum(v.to(tl.float32), -448.0), 448.0)
         tl.store(k_cache_ptr + slot * WIDTH + column, k.to(k_cache_ptr.dtype.element_ty), mask=inside)
         tl.store(v_cache_ptr + slot * WIDTH + column, v.to(v_cache_ptr.dtype.element_ty), mask=inside)
 
@@ -32,7 +36,8 @@ def write_kv_triton(k: Tensor, v: Tensor, flat_k: Tensor, flat_v: Tensor, slot_m
     k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
     width = k.shape[1] * k.shape[2]
     _write_kv_kernel[(len(k),)](
-        k, v, flat_k, flat_v, slot_mapping, k.stride(0), v.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width)
+        k, v, flat_k, flat_v, slot_mapping, k.stride(0), v.stride(0),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), IS_FP8=flat_k.dtype is FP8,
     )  # fmt: skip
 
 
