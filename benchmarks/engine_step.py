@@ -161,13 +161,9 @@ def measure(engine: Engine, head: Head, concurrency: int, args: argparse.Namespa
     g = torch.Generator().manual_seed(concurrency)
     total = WARM_STEPS + args.steps * args.rounds + (args.profile_steps if args.profile else 0) + 4
     params = SamplingParams(max_tokens=total * (head.k + 1), temperature=args.temperature, ignore_eos=True)
-    requests = [
-        engine.add_request(
-            f"{concurrency}-{i}", torch.randint(0, engine.target.vocab_size, (args.prompt_tokens,), generator=g).tolist(),
-            params,
-        )
-        for i in range(concurrency)
-    ]  # fmt: skip
+    shape = (concurrency, args.prompt_tokens)
+    prompts = torch.randint(0, engine.target.vocab_size, shape, generator=g).tolist()
+    requests = [engine.add_request(f"{concurrency}-{i}", prompt, params) for i, prompt in enumerate(prompts)]
     while any(len(r.token_ids) == r.num_prompt for r in requests):
         engine.step()
     for _ in range(WARM_STEPS):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
+from peagle.engine.fused_drafter import FusedDrafter
 from peagle.engine.sampler import argmax_rows
 from peagle.kernels.draft_batch import (
     PADDING_SLOT_ID,
@@ -66,6 +67,7 @@ class DraftPass:
         self.parallel = drafter.config.kind == "p-eagle"
         self.scale = drafter.config.head_dim**-0.5
         self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, cache_dtype or drafter.fc.weight.dtype)
+        self.fused = FusedDrafter(drafter) if drafter.fc.weight.is_cuda else None
         self.mask_state = drafter.mask_state() if self.parallel else None
 
     def propose(self, target: PagedBatch, verified: Verified, fixed_shape: bool = False) -> Tensor:
@@ -118,7 +120,10 @@ class DraftPass:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend_paged(q, k, v, self.kv_cache[layer], paged, self.scale)
 
-        return self.drafter(self.drafter.embed(token_ids), hidden, paged.positions, attend)
+        embeds = self.drafter.embed(token_ids)
+        if self.fused is not None:
+            return self.fused(embeds, hidden, paged.positions, self.kv_cache, paged)
+        return self.drafter(embeds, hidden, paged.positions, attend)
 
     def _argmax(self, normed: Tensor) -> Tensor:
         return self.drafter.to_target_ids(argmax_rows(self.drafter.logits(normed)))

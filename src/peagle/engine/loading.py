@@ -13,6 +13,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
+from peagle.target.fused import fuse_decoder_layers
 from peagle.target.loading import load_target
 from peagle.target.model import Target
 
@@ -23,6 +24,8 @@ def prepare_for_inference(target: Target) -> None:
     On a CPU in float32 the linears get packed weights and drop their own: such a target cannot be saved or trained.
     """
     fuse_rms_norms(target.model)
+    if target.device.type == "cuda":
+        fuse_decoder_layers(target)
     if target.device.type == "cpu" and target.dtype == torch.float32:
         pack_linears(target.model, keep=(target.model.get_output_embeddings(),))
 

@@ -168,6 +168,19 @@ def attend_paged(
 ) -> Tensor:
     """Write this step's keys and values, then attend: one layer's attention in the engine, on any device."""
     write_kv(k, v, *cache, batch.slot_mapping)
+    return attend_written(q, cache, batch, scale, sliding_window, sinks, softcap)
+
+
+def attend_written(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    batch: PagedBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention over a cache that holds this step's keys and values already."""
     if q.is_cuda:
         from peagle.kernels.paged_attention import paged_attention_triton
 
