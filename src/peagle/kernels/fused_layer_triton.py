@@ -54,21 +54,19 @@ def _rope_and_write_kernel(
     slot = tl.load(slot_ptr + row).to(tl.int64)
     if slot >= 0:
         # keys and values are rounded as the layer's dtype before the cache's
-        out1 = out1.to(qkv_ptr.dtype.element_ty)
-        out2 = out2.to(qkv_ptr.dtype.element_ty)
+        kv1 = out1.to(qkv_ptr.dtype.element_ty).to(tl.float32)
+        kv2 = out2.to(qkv_ptr.dtype.element_ty).to(tl.float32)
         if IS_FP8:
-            out1 = tl.minimum(tl.maximum(out1.to(tl.float32), -448.0), 448.0)
-            out2 = tl.minimum(tl.maximum(out2.to(tl.float32), -448.0), 448.0)
-        out1 = out1.to(k_cache_ptr.dtype.element_ty)
-        out2 = out2.to(k_cache_ptr.dtype.element_ty)
+            kv1 = tl.minimum(tl.maximum(kv1, -448.0), 448.0)
+            kv2 = tl.minimum(tl.maximum(kv2, -448.0), 448.0)
         is_k = (is_q | is_v) == 0
         base = slot * (NUM_KV_HEADS * 2 * HALF) + offset
         key = base - NUM_HEADS * 2 * HALF
         value = key - NUM_KV_HEADS * 2 * HALF
-        tl.store(k_cache_ptr + key, out1, mask=inside & is_k[:, None])
-        tl.store(k_cache_ptr + key + HALF, out2, mask=inside & is_k[:, None])
-        tl.store(v_cache_ptr + value, out1, mask=inside & is_v[:, None])
-        tl.store(v_cache_ptr + value + HALF, out2, mask=inside & is_v[:, None])
+        tl.store(k_cache_ptr + key, kv1.to(k_cache_ptr.dtype.element_ty), mask=inside & is_k[:, None])
+        tl.store(k_cache_ptr + key + HALF, kv2.to(k_cache_ptr.dtype.element_ty), mask=inside & is_k[:, None])
+        tl.store(v_cache_ptr + value, kv1.to(v_cache_ptr.dtype.element_ty), mask=inside & is_v[:, None])
+        tl.store(v_cache_ptr + value + HALF, kv2.to(v_cache_ptr.dtype.element_ty), mask=inside & is_v[:, None])
 
 
 def rope_and_write_triton(
