@@ -101,10 +101,10 @@ def _paged_attention_kernel(
 
     best = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q * GROUP_PAD], tl.float32)
-    if HAS_SINKS:
-        if split == 0:
-            best = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32)
-            total += 1.0
+    if HAS_SINKS:  # in the first split only
+        begins = (member * 0 + split) == 0
+        best = tl.load(sinks_ptr + head, mask=live & begins, other=float("-inf")).to(tl.float32)
+        total = tl.where(begins, 1.0, 0.0)
     acc = tl.zeros([BLOCK_Q * GROUP_PAD, DIM], tl.float32)
     for n0 in range(first, stop, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
@@ -210,8 +210,9 @@ def paged_attention_triton(
         best, total = torch.empty((2, num_splits, rows, num_heads), dtype=torch.float32, device=q.device)
     grid = (rows // block_q + requests, num_kv_heads, num_splits)
     _paged_attention_kernel[grid](
-        out, part, best, total, q, k_cache, v_cache, sinks if sinks is not None else q, batch.positions, batch.query_start,
-        batch.block_tables, rows, requests, batch.block_tables.stride(0), q.stride(0), q.stride(1), scale,
+        out, part, best, total,
+        q, k_cache, v_cache, sinks if sinks is not None else q, batch.positions, batch.query_start, batch.block_tables,
+        rows, requests, batch.block_tables.stride(0), q.stride(0), q.stride(1), scale,
         sliding_window or 0, softcap or 0.0,
         BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
         DIM=dim, BLOCK_Q=block_q, GROUP_PAD=group_pad, BLOCK_N=64,
