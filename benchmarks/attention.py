@@ -3,9 +3,9 @@
     python benchmarks/attention.py [--rows 8] [--batches 1,8,64] [--contexts 512,2048,8192] [--json out.json]
 
 Needs a GPU. Compared when they can be imported: FlashInfer (its paged prefill wrapper, planned outside the timing),
-FlashAttention 3 as vLLM ships it, FlashAttention's CuTe release, and FlexAttention, which gets contiguous caches because
-it knows no pages of 16. Times are of a replayed CUDA graph over several layers' caches, so that no cache stays in L2;
-every result is compared with the PyTorch form.
+FlashAttention 3 as vLLM ships it, FlashAttention's CuTe release, and FlexAttention, which gets contiguous caches
+because it knows no pages of 16. Times are of a replayed CUDA graph over several layers' caches, so that no cache stays
+in L2; every result is compared with the PyTorch form.
 """
 
 from __future__ import annotations

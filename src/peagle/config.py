@@ -138,7 +138,8 @@ class EngineConfig:
     the most logprobs or prompt_logprobs that a request may ask for a token, -1 for no limit. enable_prefix_caching: a
     prompt's beginning that was computed before, for any request, is not computed again. On a GPU: async_scheduling
     starts a step that only decodes before the host has read the one before it; enforce_eager runs without CUDA graphs;
-    max_cudagraph_capture_size is the most rows (K + 1 a request) of a step that is captured, None for up to 1024.
+    max_cudagraph_capture_size is the most rows (K + 1 a request) of a step that is captured, None for up to 1024, 0 for
+    none.
     kv_cache_dtype fp8 keeps keys and values of target and drafter in float8 (e4m3, with scale 1): half the memory.
     """
 
@@ -162,8 +163,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "block_size", "num_scheduler_steps"):
             _check_positive(name, getattr(self, name))
-        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "max_cudagraph_capture_size"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks"):
             _check_positive(name, getattr(self, name), or_none=True)
+        if self.max_cudagraph_capture_size != 0:
+            _check_positive("max_cudagraph_capture_size", self.max_cudagraph_capture_size, or_none=True)
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise InputError(f"kv_cache_dtype: got {self.kv_cache_dtype!r}, expected 'auto' or 'fp8'")
         if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.config import EngineConfig
 from peagle.drafter import Drafter
 from peagle.engine import Engine, SamplingParams
+from peagle.engine.engine import captured_rows
 from peagle.engine.graphs import capture_sizes
 from peagle.engine.request import Request
+from peagle.errors import InputError
 from peagle.target import Target
 from tests.engine.helpers import SEQUENCES, drain, greedy, make_engine, replay, run, tiny_head
 
@@ -109,14 +112,21 @@ def test_without_drafts(target: Target, plain: list[list[int]], fixed: Fixed, be
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("k", [0, 4])
 def test_temperature(target: Target, fixed: Fixed, k: int, behind: bool) -> None:
-    """Sampled and greedy requests in one batch; those with a top-p or a report take ragged steps."""
+    """Sampled and greedy requests in one batch, with and without top-k, top-p and min-p; those with a report or banned
+    tokens take ragged steps."""
     params = [
         SamplingParams(max_tokens=30, temperature=0.8 * (i % 3 > 0), seed=i, ignore_eos=True)
         for i in range(len(SEQUENCES))
     ]
     drafter = tiny_head(target) if k else None
     compare(fixed, target, drafter, k, params, behind=behind)
-    params[0] = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.7, seed=0, ignore_eos=True)
+    filters = ({"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}, {})
+    params = [
+        SamplingParams(max_tokens=30, temperature=0.9, seed=i, ignore_eos=True, **filters[i % 5])  # type: ignore[arg-type]
+        for i in range(len(SEQUENCES))
+    ]
+    compare(fixed, target, drafter, k, params, behind=behind)
+    params[0] = SamplingParams(max_tokens=4, temperature=0.8, presence_penalty=0.7, seed=0, ignore_eos=True)
     params[1] = SamplingParams(max_tokens=6, temperature=0.8, logprobs=2, seed=0, ignore_eos=True)
     params[2] = SamplingParams(max_tokens=12, temperature=0, min_tokens=6, stop_token_ids=list(range(50)))
     compare(fixed, target, drafter, k, params, behind=behind)
@@ -219,6 +229,17 @@ def test_batches_beyond_the_limit_take_ragged_steps(target: Target, plain: list[
     assert engine.runner.decode.count < 5  # type: ignore[union-attr]  # only of the last few requests
     run(engine, SEQUENCES[:4], greedy(40))
     assert engine.runner.decode.count > (engine.stats.num_steps - ragged) // 2  # type: ignore[union-attr]
+
+
+def test_settings_of_graphs() -> None:
+    assert EngineConfig(max_cudagraph_capture_size=0, enforce_eager=True).max_cudagraph_capture_size == 0
+    with pytest.raises(InputError, match="max_cudagraph_capture_size: got -1"):
+        EngineConfig(max_cudagraph_capture_size=-1)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert captured_rows(EngineConfig(max_num_seqs=16), cuda, 7) == 128
+    assert captured_rows(EngineConfig(), cuda, 7) == 1024
+    assert captured_rows(EngineConfig(max_cudagraph_capture_size=64), cuda, 7) == 64
+    assert captured_rows(EngineConfig(enforce_eager=True), cuda, 7) == captured_rows(EngineConfig(), cpu, 7) == 0
 
 
 def test_capture_sizes() -> None:

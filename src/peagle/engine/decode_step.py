@@ -21,7 +21,7 @@ from peagle.engine.drafting import DraftPass, Verified
 from peagle.engine.graphs import Graphs, capture_sizes
 from peagle.engine.lanes import Lanes
 from peagle.engine.plan import StepPlan, StepResult
-from peagle.engine.sampler import argmax_rows, invert_cdf, uniform
+from peagle.engine.sampler import argmax_rows, invert_cdf, sample_filtered, uniform
 from peagle.engine.step_inputs import to_device
 from peagle.engine.verification import accepts_anything, verify
 from peagle.target.model import Target
@@ -32,14 +32,15 @@ from peagle.target.paged_attention import KVCache, PagedBatch
 class DecodeBatch:
     """Device state of B requests, some of them padding (end 0).
 
-    Rows of numbers [6, B] int64, and by name: position (of the last token, the first row to run), num_drafts (standing
-    behind it), max_drafts, end (prompt and output never exceed it), seed, lane_offset (in the flat token buffer).
-    temperature [B] float32 (0: greedy); block_tables [B, max_blocks] and query_start [B + 1] int32. result [B, K + 3]:
-    the last step's tokens, how many drafts were accepted, how many stand now.
+    Rows of numbers [7, B] int64, and by name: position (of the last token, the first row to run), num_drafts (standing
+    behind it), max_drafts, end (prompt and output never exceed it), seed, lane_offset (in the flat token buffer),
+    top_k (0: off). Rows of settings [3, B] float32: temperature (0: greedy), top_p, min_p. block_tables
+    [B, max_blocks] and query_start [B + 1] int32. result [B, K + 3]: the last step's tokens, how many drafts were
+    accepted, how many stand now.
     """
 
     numbers: Tensor
-    temperature: Tensor
+    settings: Tensor
     block_tables: Tensor
     query_start: Tensor
     result: Tensor
@@ -49,6 +50,11 @@ class DecodeBatch:
     end: Tensor
     seed: Tensor
     lane_offset: Tensor
+    top_k: Tensor
+
+
+# How a batch's tokens are chosen, one graph each: by argmax alone, by temperature, by top-k, top-p and min-p too.
+GREEDY, SAMPLED, FILTERED = 0, 1, 2
 
 
 class DecodeStep:
@@ -75,17 +81,16 @@ class DecodeStep:
         self.sizes = capture_sizes(len(lanes.block_tables), max_rows // (num_drafts + 1))
         self.graphs = Graphs()
         self._batches: dict[int, DecodeBatch] = {}
-        self._current: tuple[NDArray[np.int64], DecodeBatch, bool] | None = None  # lanes, batch, any sampled
+        self._current: tuple[NDArray[np.int64], DecodeBatch, int] | None = None  # lanes, batch, way of choosing
 
     def fits(self, plan: StepPlan) -> list[int]:
-        """The requests of the plan that can be run: they decode, and choose by nothing but a temperature."""
+        """The requests of the plan that can be run: they decode, and nothing changes their logits or reports them."""
         lanes, lane = self.lanes, np.array(plan.lanes)
         decodes = np.array(plan.samples) & (np.array(plan.query_lens) == 1 + np.array(plan.num_drafts))
-        filtered = (lanes.temperature[lane] > 0) & lanes.filtered[lane]
         adjusted = lanes.biased[lane] | lanes.penalised[lane]
         reported = lanes.num_logprobs[lane] >= 0
         banned = np.array(plan.starts) + 1 < lanes.ban_until[lane]
-        found = np.flatnonzero(decodes & ~filtered & ~adjusted & ~reported & ~banned).tolist()
+        found = np.flatnonzero(decodes & ~adjusted & ~reported & ~banned).tolist()
         if not self.sizes or len(found) > self.sizes[-1] or (self.k and not lanes.max_drafts[lane[found]].any()):
             return []
         return found
@@ -98,7 +103,9 @@ class DecodeStep:
         lane = np.array(plan.lanes)
         size = next(size for size in self.sizes if size >= len(lane))
         batch = self._load(plan, lane, size)
-        self._current = lane, batch, bool((self.lanes.temperature[lane] > 0).any())
+        sampled = self.lanes.temperature[lane] > 0
+        way = FILTERED if (sampled & self.lanes.filtered[lane]).any() else SAMPLED if sampled.any() else GREEDY
+        self._current = lane, batch, way
         return self._run(num_steps)
 
     def repeat(self, plan: StepPlan, num_steps: int = 1) -> Callable[[], StepResult]:
@@ -121,16 +128,16 @@ class DecodeStep:
         for size in reversed(self.sizes):
             batch = self._batch(size)
             batch.numbers.zero_()
-            for sampled in (False, True):
+            for way in (GREEDY, SAMPLED):  # top-k and top-p need much memory for large batches: when first needed
                 for _ in range(2):  # the second run records
-                    self._advance_fast(batch, sampled)
+                    self._advance_fast(batch, way)
 
     def _run(self, num_steps: int) -> Callable[[], StepResult]:
         assert self._current is not None
-        lane, batch, sampled = self._current
+        lane, batch, way = self._current
         fetched = []
         for _ in range(num_steps):
-            self._advance_fast(batch, sampled)
+            self._advance_fast(batch, way)
             fetched.append(_fetch(batch.result, len(lane)))
 
         def wait() -> StepResult:
@@ -146,10 +153,10 @@ class DecodeStep:
     def _batch(self, size: int) -> DecodeBatch:
         if size not in self._batches:
             device, width = self.target.device, self.lanes.block_tables.shape[1]
-            numbers = torch.zeros(6, size, dtype=torch.int64, device=device)
+            numbers = torch.zeros(7, size, dtype=torch.int64, device=device)
             self._batches[size] = DecodeBatch(
                 numbers,
-                torch.zeros(size, dtype=torch.float32, device=device),
+                torch.zeros(3, size, dtype=torch.float32, device=device),
                 torch.zeros(size, width, dtype=torch.int32, device=device),
                 torch.arange(size + 1, dtype=torch.int32, device=device) * (self.k + 1),
                 torch.zeros(size, self.k + 3, dtype=torch.int64, device=device),
@@ -159,7 +166,7 @@ class DecodeStep:
 
     def _load(self, plan: StepPlan, lane: NDArray[np.int64], size: int) -> DecodeBatch:
         batch, lanes, n = self._batch(size), self.lanes, len(lane)
-        numbers = np.zeros((6, size), dtype=np.int64)
+        numbers = np.zeros((7, size), dtype=np.int64)
         numbers[:, :n] = (
             plan.starts,
             plan.num_drafts,
@@ -167,24 +174,25 @@ class DecodeStep:
             lanes.max_total[lane],
             lanes.seed[lane],
             lane * lanes.width,
+            lanes.top_k[lane],
         )
-        temperature = np.zeros(size, dtype=np.float32)
-        temperature[:n] = lanes.temperature[lane]
+        settings = np.zeros((3, size), dtype=np.float32)
+        settings[:, :n] = lanes.temperature[lane], lanes.top_p[lane], lanes.min_p[lane]
         device = batch.numbers.device
-        (moved,), (heat,) = to_device([numbers], device), to_device([temperature], device)
+        (moved,), (moved_settings,) = to_device([numbers], device), to_device([settings], device)
         (tables,) = to_device([lanes.block_tables[lane]], device)
         batch.numbers.copy_(moved)
-        batch.temperature.copy_(heat)
+        batch.settings.copy_(moved_settings)
         batch.block_tables[:n].copy_(tables)
         return batch
 
-    def _advance_fast(self, batch: DecodeBatch, sampled: bool) -> None:
+    def _advance_fast(self, batch: DecodeBatch, way: int) -> None:
         if batch.result.is_cuda:
-            self.graphs.run((len(batch.result), sampled), lambda: self._advance(batch, sampled))
+            self.graphs.run((len(batch.result), way), lambda: self._advance(batch, way))
         else:
-            self._advance(batch, sampled)
+            self._advance(batch, way)
 
-    def _advance(self, batch: DecodeBatch, sampled: bool) -> None:
+    def _advance(self, batch: DecodeBatch, way: int) -> None:
         """One step of the whole batch, on the device alone."""
         lanes, size, k = self.lanes, len(batch.result), self.k
         runs = batch.position + 1 < batch.end  # else it has all its tokens already, and the host will hear of it soon
@@ -207,7 +215,7 @@ class DecodeStep:
             token_ids.flatten(), paged.positions, paged, self.kv_cache, slice(None), self.aux_layer_ids
         )
         assert logits is not None
-        choices = self._choose(logits, batch, positions, sampled).view(size, k + 1)
+        choices = self._choose(logits, batch, positions, way).view(size, k + 1)
         accepted = None
         if self.synthetic_rates is not None:
             accepted = accepts_anything(self.synthetic_rates, batch.seed, batch.position)
@@ -227,15 +235,22 @@ class DecodeStep:
         batch.position.copy_(next_position)
         batch.num_drafts.copy_(room)
 
-    def _choose(self, logits: Tensor, batch: DecodeBatch, positions: Tensor, sampled: bool) -> Tensor:
+    def _choose(self, logits: Tensor, batch: DecodeBatch, positions: Tensor, way: int) -> Tensor:
         """The target's choice of every row, as `sampler.choose` makes it: [B * (K + 1)]."""
         choices = argmax_rows(logits)
-        if not sampled:
+        if way == GREEDY:
             return choices
-        temperature = batch.temperature[:, None].expand(positions.shape).flatten()
-        seed = batch.seed[:, None].expand(positions.shape).flatten()
-        heat = torch.where(temperature > 0, temperature, 1.0)
-        drawn = invert_cdf((logits.float() / heat[:, None]).softmax(dim=-1), uniform(seed, positions.flatten() + 1))
+
+        def rows(setting: Tensor) -> Tensor:
+            return setting[:, None].expand(positions.shape).flatten()
+
+        temperature, top_p, min_p = map(rows, batch.settings)
+        top_k, noise = rows(batch.top_k), uniform(rows(batch.seed), positions.flatten() + 1)
+        scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        drawn = invert_cdf(scaled.softmax(dim=-1), noise)
+        if way == FILTERED:
+            filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+            drawn = torch.where(filtered, sample_filtered(scaled, top_k, top_p, noise, min_p), drawn)
         return torch.where(temperature > 0, drawn, choices)
 
 

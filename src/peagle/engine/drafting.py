@@ -151,22 +151,22 @@ class DraftPass:
         anchors = batch.sample_rows[:, 0]
         drafts = torch.zeros(len(anchors), self.num_drafts, dtype=torch.int64, device=normed.device)
         drafts[:, :1] = self._choose(normed, batch.sample_rows, num_drafts, fixed_shape)
-        members = torch.arange(len(anchors), device=normed.device)
-        passes = self.num_drafts
+        members: Tensor | slice = slice(None)
+        passes, tables = self.num_drafts, target.block_tables
         if not fixed_shape:  # leave out requests that want no further draft
             members = (num_drafts > 1).nonzero()[:, 0]
-            passes = int(num_drafts.max())
+            passes, tables = int(num_drafts.max()), tables[members]
+        anchors, token = anchors[members], drafts[members, 0]
         # where every pass's rows stand, [passes, members]
         depth = torch.arange(passes, device=normed.device)[:, None]
-        positions = batch.positions[anchors[members]] + depth
+        positions = batch.positions[anchors] + depth
         wanted = depth < num_drafts[members]
         positions = torch.where(wanted, positions, 0)
-        tables = target.block_tables[members]
         blocks = tables.gather(1, (positions // self.block_size).T).T.long()
         slots = torch.where(wanted, blocks * self.block_size + positions % self.block_size, PADDING_SLOT_ID)
         context_lens = (positions + 1).int()
-        query_start = torch.arange(len(members) + 1, dtype=torch.int32, device=normed.device)
-        hidden, token = feedback[anchors[members]], drafts[members, 0]
+        query_start = torch.arange(len(anchors) + 1, dtype=torch.int32, device=normed.device)
+        hidden = feedback[anchors]
         for i in range(1, passes):
             context = target.max_context_len + i
             paged = PagedBatch(positions[i], query_start, context_lens[i], tables, slots[i], 1, context)
