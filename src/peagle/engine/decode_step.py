@@ -23,7 +23,9 @@ from peagle.engine.lanes import Lanes
 from peagle.engine.plan import StepPlan, StepResult
 from peagle.engine.sampler import argmax_rows, invert_cdf, sample_filtered, uniform
 from peagle.engine.step_inputs import to_device
-from peagle.engine.verification import accepts_anything, verify
+from peagle.engine.verification import accepts_anything
+from peagle.kernels.decode_rows import LANE_OFFSET, NUM_DRAFTS, POSITION, SEED, TOP_K, lay_out_rows
+from peagle.kernels.decode_rows import settle as settle_requests
 from peagle.target.model import Target
 from peagle.target.paged_attention import KVCache, PagedBatch
 
@@ -32,9 +34,9 @@ from peagle.target.paged_attention import KVCache, PagedBatch
 class DecodeBatch:
     """Device state of B requests, some of them padding (end 0).
 
-    Rows of numbers [7, B] int64, and by name: position (of the last token, the first row to run), num_drafts (standing
-    behind it), max_drafts, end (prompt and output never exceed it), seed, lane_offset (in the flat token buffer),
-    top_k (0: off). Rows of settings [3, B] float32: temperature (0: greedy), top_p, min_p. block_tables
+    Rows of numbers [7, B] int64, numbered in `decode_rows`: position (of the last token, the first row to run),
+    num_drafts (standing behind it), max_drafts, end (prompt and output never exceed it), seed, lane_offset (in the flat
+    token buffer), top_k (0: off). Rows of settings [3, B] float32: temperature (0: greedy), top_p, min_p. block_tables
     [B, max_blocks] and query_start [B + 1] int32. result [B, K + 3]: the last step's tokens, how many drafts were
     accepted, how many stand now.
     """
@@ -44,13 +46,6 @@ class DecodeBatch:
     block_tables: Tensor
     query_start: Tensor
     result: Tensor
-    position: Tensor
-    num_drafts: Tensor
-    max_drafts: Tensor
-    end: Tensor
-    seed: Tensor
-    lane_offset: Tensor
-    top_k: Tensor
 
 
 # How a batch's tokens are chosen, one graph each: by argmax alone, by temperature, by top-k, top-p and min-p too.
@@ -160,7 +155,6 @@ class DecodeStep:
                 torch.zeros(size, width, dtype=torch.int32, device=device),
                 torch.arange(size + 1, dtype=torch.int32, device=device) * (self.k + 1),
                 torch.zeros(size, self.k + 3, dtype=torch.int64, device=device),
-                *numbers,
             )
         return self._batches[size]
 
@@ -194,46 +188,40 @@ class DecodeStep:
 
     def _advance(self, batch: DecodeBatch, way: int) -> None:
         """One step of the whole batch, on the device alone."""
-        lanes, size, k = self.lanes, len(batch.result), self.k
-        runs = batch.position + 1 < batch.end  # else it has all its tokens already, and the host will hear of it soon
-        depth = torch.arange(k + 1, device=runs.device)
-        live = runs[:, None] & (depth <= batch.num_drafts[:, None])
-        positions = torch.where(live, batch.position[:, None] + depth, 0)
-        token_ids = lanes.flat_tokens[batch.lane_offset[:, None] + positions].long()
-        blocks = batch.block_tables.gather(1, positions // lanes.block_size).long()
-        slots = torch.where(live, blocks * lanes.block_size + positions % lanes.block_size, -1)
+        lay_out, settle = lay_out_rows, settle_requests
+        if batch.result.is_cuda:
+            from peagle.kernels.decode_rows_triton import lay_out_rows_triton, settle_triton
+
+            lay_out, settle = lay_out_rows_triton, settle_triton
+        lanes, numbers, rows = self.lanes, batch.numbers, (len(batch.result), self.k + 1)
+        token_ids, positions, slots, context_lens = lay_out(
+            numbers, lanes.flat_tokens, batch.block_tables, lanes.block_size, self.k
+        )
         paged = PagedBatch(
-            positions.flatten(),
-            batch.query_start,
-            (positions.amax(dim=1) + 1).int(),
-            batch.block_tables,
-            slots.flatten(),
-            k + 1,
-            self.max_model_len,
+            positions, batch.query_start, context_lens, batch.block_tables, slots, self.k + 1, self.max_model_len
         )
         logits, aux = self.target.forward_paged(
-            token_ids.flatten(), paged.positions, paged, self.kv_cache, slice(None), self.aux_layer_ids
+            token_ids, positions, paged, self.kv_cache, slice(None), self.aux_layer_ids
         )
         assert logits is not None
-        choices = self._choose(logits, batch, positions, way).view(size, k + 1)
+        choices = self._choose(logits, batch, positions.view(rows), way)
         accepted = None
         if self.synthetic_rates is not None:
-            accepted = accepts_anything(self.synthetic_rates, batch.seed, batch.position)
-        tokens, num_accepted = verify(choices, token_ids[:, 1:], torch.where(runs, batch.num_drafts, 0), accepted)
-        next_token = tokens.gather(1, num_accepted[:, None])[:, 0]
-        next_position = torch.where(runs, batch.position + 1 + num_accepted, batch.position)
-        column = torch.where(runs, next_position, lanes.width - 1)
-        lanes.flat_tokens[batch.lane_offset + column] = next_token.int()
-        room = torch.minimum(batch.max_drafts, batch.end - next_position - 2).clamp_(min=0)
+            accepted = accepts_anything(self.synthetic_rates, numbers[SEED], numbers[POSITION])
+        next_token, num_rejected, takes_part = settle(
+            numbers,
+            choices.view(rows),
+            token_ids.view(rows),
+            accepted,
+            lanes.flat_tokens,
+            lanes.width,
+            batch.result,
+        )
         if self.draft_pass is not None:
             assert aux is not None
-            takes_part = runs & (batch.max_drafts > 0)
-            verified = Verified(token_ids.flatten(), aux, next_token, k - num_accepted, room, takes_part)
+            verified = Verified(token_ids, aux, next_token, num_rejected, numbers[NUM_DRAFTS], takes_part)
             drafts = self.draft_pass.propose(paged, verified, fixed_shape=True)
-            lanes.store_drafts(drafts, room, batch.lane_offset, next_position)
-        batch.result.copy_(torch.cat((tokens, num_accepted[:, None], room[:, None]), dim=1))
-        batch.position.copy_(next_position)
-        batch.num_drafts.copy_(room)
+            lanes.store_drafts(drafts, numbers[NUM_DRAFTS], numbers[LANE_OFFSET], numbers[POSITION])
 
     def _choose(self, logits: Tensor, batch: DecodeBatch, positions: Tensor, way: int) -> Tensor:
         """The target's choice of every row, as `sampler.choose` makes it: [B * (K + 1)]."""
@@ -245,7 +233,7 @@ class DecodeStep:
             return setting[:, None].expand(positions.shape).flatten()
 
         temperature, top_p, min_p = map(rows, batch.settings)
-        top_k, noise = rows(batch.top_k), uniform(rows(batch.seed), positions.flatten() + 1)
+        top_k, noise = rows(batch.numbers[TOP_K]), uniform(rows(batch.numbers[SEED]), positions.flatten() + 1)
         scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
         drawn = invert_cdf(scaled.softmax(dim=-1), noise)
         if way == FILTERED:

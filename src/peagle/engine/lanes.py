@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.plan import LaneSetup, StepPlan
+from peagle.kernels.decode_rows import store_drafts
 
 
 class Lanes:
@@ -57,14 +58,13 @@ class Lanes:
             self.block_tables[lane, first : first + len(blocks)] = blocks
 
     def store_drafts(self, drafts: Tensor, num_drafts: Tensor, lane_offset: Tensor, next_position: Tensor) -> None:
-        """Write the drafts [R, K] of lanes that begin at lane_offset [R] behind the next token, at next_position [R].
+        """Write the wanted drafts of some lanes behind their next tokens (see `decode_rows.store_drafts`)."""
+        if drafts.is_cuda:
+            from peagle.kernels.decode_rows_triton import store_drafts_triton
 
-        Those beyond num_drafts [R] go to the buffer's unused last column, because in an unfinished prompt real tokens
-        stand there.
-        """
-        depth = torch.arange(drafts.shape[1], device=drafts.device)
-        column = torch.where(depth < num_drafts[:, None], next_position[:, None] + 1 + depth, self.width - 1)
-        self.flat_tokens[lane_offset[:, None] + column] = drafts.int()
+            store_drafts_triton(self.flat_tokens, drafts, num_drafts, lane_offset, next_position)
+        else:
+            store_drafts(self.flat_tokens, self.width, drafts, num_drafts, lane_offset, next_position)
 
     def _set(self, setup: LaneSetup) -> None:
         lane, ids = setup.lane, setup.token_ids
