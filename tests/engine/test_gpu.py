@@ -11,6 +11,7 @@ import torch
 
 from peagle.engine import SamplingParams
 from peagle.target import Target, load_target
+from peagle.target.fused import fuse_decoder_layers
 from tests.engine.helpers import ASCII, SEQUENCES, assert_same, greedy, make_engine, replay, run, tiny_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -98,3 +99,18 @@ def test_nothing_waits_for_the_device_within_a_step(gpu_target: Target) -> None:
         engine.runner.repeat(ahead.plan)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_fused_layers_change_nothing(target_folder: Callable[[str], Path], architecture: str) -> None:
+    """Over prompts and captured steps alike, with a float8 cache too."""
+    targets = [load_target(str(target_folder(architecture)), dtype="float32", device="cuda") for _ in range(2)]
+    assert fuse_decoder_layers(targets[1]) == 7
+    for dtype in ("auto", "fp8"):
+        answers = []
+        for target in targets:
+            engine = make_engine(target, head(target, "p-eagle"), 3, kv_cache_dtype=dtype)
+            answers.append([r.output_token_ids for r in run(engine, SEQUENCES, greedy(ANSWER))])
+        if dtype == "auto":  # a rounding to float8 may fall to the other side
+            for prompt, expected, ours in zip(SEQUENCES, *answers, strict=True):
+                assert_same(targets[0], prompt, expected, ours)
