@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +389,8 @@ class Trainer:
             "documents": self.documents,
             "tokens": self.tokens,
             "best": self.best,
+            "validated_at": self.validated_at,
+            "validation": None if self.last_validation is None else asdict(self.last_validation),
         }
 
     def _restore(self, saved: dict[str, Any]) -> None:
@@ -400,6 +402,9 @@ class Trainer:
         self.step, self.elapsed = saved["step"], saved["elapsed"]
         self.documents, self.tokens = saved["documents"], saved["tokens"]
         self.best = saved.get("best", 0.0)
+        self.validated_at = saved.get("validated_at", self.step - 1)
+        if saved.get("validation") is not None:
+            self.last_validation = Validation(**saved["validation"])
         log = saved["log"]
         self.stats, self.log_loss = log["stats"].to(self.device), log["loss"].to(self.device)
         self.log_steps, self.log_tokens = log["steps"], log["tokens"]
@@ -445,7 +450,7 @@ class Trainer:
         try:
             if self.world.first:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                log = MetricsLog(self.folder, self.step, config.tensorboard)
+                log = MetricsLog(self.folder, self.step, self.validated_at, config.tensorboard)
                 write_json(self.folder / "run.json", self._facts())
         except OSError as error:
             raise InputError(f"output: {self.folder} cannot be written ({error.strerror or error})") from error
