@@ -138,11 +138,13 @@ def load_target(
     dtype: str = "auto",
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
+    layers_on: str | None = None,
 ) -> Target:
     """Load a decoder-only causal language model with its tokenizer, frozen, in evaluation mode.
 
     dtype: auto (the checkpoint's on a GPU, float32 on a CPU, where it is the faster one), or a torch name. device:
-    cuda when there is one, else cpu. Raises InputError.
+    cuda when there is one, else cpu. layers_on: another device for the decoder layers, when only embeddings and LM head
+    will run. Raises InputError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"dtype: got {dtype!r}, expected auto or one of {', '.join(DTYPES)}")
@@ -179,7 +181,12 @@ def load_target(
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         tokenizer = None  # token ids in, token ids out
+    decoder = model.get_decoder()
+    layers = decoder.layers
+    if layers_on is not None:
+        decoder.layers = torch.nn.ModuleList()  # out of the way
     model.to(where)
+    decoder.layers = layers.to(layers_on or where)
     ids = eos_ids(model.config.get_text_config(), model.generation_config, tokenizer)
     return Target(model, tokenizer, name_or_path, ids)
 

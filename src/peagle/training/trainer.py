@@ -26,7 +26,7 @@ from peagle.config import TrainConfig
 from peagle.data.dataset import open_dataset
 from peagle.drafter.checkpoint import save_drafter
 from peagle.errors import InputError
-from peagle.target.loading import load_target, target_fingerprint
+from peagle.target.loading import load_target
 from peagle.target.model import Target
 from peagle.training.attention import BLOCK, choose_backend
 from peagle.training.average import WeightAverage
@@ -36,8 +36,9 @@ from peagle.training.chunks import Chunk, round_up
 from peagle.training.distributed import World, join, leave
 from peagle.training.draft_vocab import choose_draft_vocab
 from peagle.training.eagle3 import step_weights
-from peagle.training.encode import encode_packs
+from peagle.training.encode import call_overhead, encode_packs
 from peagle.training.fuse import fuse_elementwise, unfuse
+from peagle.training.identity import target_identity
 from peagle.training.init import choose_mask_token, new_drafter
 from peagle.training.init_from_head import mask_token_of
 from peagle.training.logs import MetricsLog, write_json
@@ -48,6 +49,7 @@ from peagle.training.partition import PassResult, train_pack
 from peagle.training.plots import plot_run
 from peagle.training.precision import ComputeCopy
 from peagle.training.state_cache import StateCache
+from peagle.training.states import StoredStates, open_states
 from peagle.training.validate import Validation, validate
 
 ALONE = World()
@@ -93,7 +95,9 @@ def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None]
     world, device = join(device)
     try:
         answers = open_dataset(list(config.data))
-        target = load_target(config.target, dtype=config.dtype, device=torch.device(device))
+        # cached states need the embeddings and the LM head alone: the layers stay on the host, for a head to start from
+        layers_on = None if config.hidden_states is None else "cpu"
+        target = load_target(config.target, dtype=config.dtype, device=torch.device(device), layers_on=layers_on)
         if target.tokenizer is not None:
             answers.check_target(target.tokenizer, target.vocab_size)
         return train_on(config, target, answers, dry_run, say, world)
@@ -117,25 +121,6 @@ def train_on(
     return trainer.run()
 
 
-def target_identity(target: Target) -> str:
-    """A short hash of what a head is trained for: tokenizer, dimensions and a sample of the weights."""
-    digest = hashlib.sha256(target_fingerprint(target).encode())
-    digest.update(f"{target.hidden_size} {target.num_layers}".encode())
-    for weight in (target.embed_weight, target.lm_head_weight):
-        sample = weight[:: max(1, len(weight) // 16)].detach().to("cpu", torch.bfloat16)  # the same in any load dtype
-        digest.update(sample.float().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def call_overhead(target: Target) -> int:
-    """What one more call of the target costs on a GPU, in tokens: its launches against the tokens of that time.
-
-    About 150 us a layer and 300 TFLOP/s: 5000 tokens for SmolLM2-135M, 90 for an 8B model.
-    """
-    size = sum(p.numel() for p in target.decoder.parameters())
-    return int(min(max(150e-6 * target.num_layers * 300e12 / (2 * size), 64), 32768))
-
-
 class Trainer:
     """A run: what it is made of, where it stands, and its loop."""
 
@@ -154,6 +139,12 @@ class Trainer:
         self.step = 0
         self.elapsed = 0.0  # seconds of training before this process
         self.fingerprint = answers.fingerprint
+        self.stored: StoredStates | None = None
+        left_out: list[int] = []
+        if config.hidden_states is not None:
+            self.stored, left_out = open_states(Path(config.hidden_states), config.on_corrupt, world, say)
+            if left_out:  # other data, as far as going on with a run is concerned
+                self.fingerprint = hashlib.sha256(f"{self.fingerprint} without {left_out}".encode()).hexdigest()
         saved = self._saved_state()
         stepwise = config.kind == "eagle3"
 
@@ -167,6 +158,7 @@ class Trainer:
         kernel: LossKernel = "plain" if not compiled else "triton" if config.loss_kernel == "auto" else "compile"
 
         scan = scan_answers(answers, config.pack_length, target.vocab_size)
+        scan = scan.without(left_out)
         say(f"data: {scan.summary()}")
         wanted = config.mask_token_id
         if wanted is None and config.init_head is not None:
@@ -180,6 +172,15 @@ class Trainer:
         self.drafter, remarks = new_drafter(config, target, mask_token, vocab)
         for remark in remarks:
             say(remark)
+        if self.stored is not None:
+            self.stored.check(
+                target=target_identity(target),
+                data=answers.fingerprint,
+                aux_layer_ids=self.drafter.config.aux_hidden_state_layer_ids,
+                documents=scan.documents,
+                lengths=scan.lengths,
+            )
+            say(f"target states: {self.states_name()} from {config.hidden_states}")
         if mask_token is not None:
             say(f"mask token: {mask_token}")
 
@@ -256,9 +257,9 @@ class Trainer:
             reached = min(reached, 60 * minutes / seconds)
         gib = 2**30
         trained = sum(p.numel() for p in self.parameters)
-        held = sum(p.numel() * p.element_size() for p in self.target.model.parameters()) / gib
+        held = sum(p.numel() * p.element_size() for p in self.target.model.parameters() if p.device == self.device)
         self.say(
-            f"memory: peak {peak_memory(self.device) / gib:.2f} GiB on {self.device}: {held:.2f} GiB the target, "
+            f"memory: peak {peak_memory(self.device) / gib:.2f} GiB on {self.device}: {held / gib:.2f} GiB the target, "
             f"{16 * trained / gib:.2f} GiB weights, gradients and Adam's moments in float32"
         )
         self.say(
@@ -279,8 +280,10 @@ class Trainer:
         if saved.get("format") != STATE_FORMAT:
             raise InputError(f"output: checkpoints in {folder} are of format {saved.get('format')}, not {STATE_FORMAT}")
         changed = self.config.differences(saved["config"])
-        # where target and data lie may change, what they are may not
-        changed = [line for line in changed if not line.startswith(("target:", "data:"))]
+        # where target, data and states lie may change, what they are may not
+        changed = [line for line in changed if not line.startswith(("target:", "data:", "hidden_states:"))]
+        if saved.get("states", "online") != self.states_name():
+            changed.append(f"hidden_states: {saved.get('states', 'online')} -> {self.states_name()}")
         if saved["data"] != self.fingerprint:
             changed.append(f"data: fingerprint {saved['data'][:16]} -> {self.fingerprint[:16]}")
         if saved["target"] != target_identity(self.target):
@@ -330,6 +333,7 @@ class Trainer:
             encode_tokens=max(config.pack_length, 32768 if cuda else 4096),
             encode_overhead=call_overhead(self.target) if cuda else 64,
             encode_multiple=64 if cuda else 1,
+            stored=self.stored is not None,
             rank=self.world.rank,
             world=self.world.size,
         )
@@ -375,6 +379,7 @@ class Trainer:
             "config": self.config.to_dict(),
             "data": self.fingerprint,
             "target": target_identity(self.target),
+            "states": self.states_name(),
             "sizes": {"chunk_size": self.chunk_size, "loss_rows": self.loss_rows},
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -519,11 +524,10 @@ class Trainer:
         width = self.target.hidden_size
         per_pack = n * (self.drafter.config.aux_size * self.dtype.itemsize + width * self.target.dtype.itemsize)
         together = count * per_pack <= ENCODE_BYTES
-        ids = self.drafter.config.aux_hidden_state_layer_ids
         if together and count:
             states = self.states.get(batch.placed, count * n)
             if states is None:
-                states = encode_packs(self.target, batch.groups, count * n, ids, self.dtype)
+                states = self.read_states(batch, 0, count)
                 self.states.put(batch.placed, *states)
             aux, hidden = states
             self.mark("target forward")
@@ -533,8 +537,7 @@ class Trainer:
                 span = slice(i * n, (i + 1) * n)
                 result = self.train_pack(chunks, aux[span], hidden[span])
             else:
-                groups = [part for g in batch.groups if (part := g.within(i * n, (i + 1) * n)) is not None]
-                one_aux, one_hidden = encode_packs(self.target, groups, n, ids, self.dtype)
+                one_aux, one_hidden = self.read_states(batch, i, 1)
                 self.mark("target forward")
                 result = self.train_pack(chunks, one_aux, one_hidden)
             self.stats += result.stats
@@ -550,6 +553,24 @@ class Trainer:
         self.log_steps += 1
         self.log_tokens += batch.tokens
         return norm
+
+    def states_name(self) -> str:
+        """Where the target's states come from, as far as it changes what is learned."""
+        if self.stored is None:
+            return "online"
+        return f"cached {self.stored.plan.dtype}, computed in {self.stored.plan.computed_in}"
+
+    def read_states(self, batch: StepBatch, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Auxiliary states [count N, 3H] and hidden states [count N, H] of some packs of a batch on the device."""
+        n = self.config.pack_length
+        start, end = first * n, (first + count) * n
+        if self.stored is not None:
+            return self.stored.read(batch.placed, start, end, self.dtype, self.target.dtype, self.device)
+        groups = batch.groups
+        if count < len(batch.packs):
+            groups = [part for group in groups if (part := group.within(start, end)) is not None]
+        ids = self.drafter.config.aux_hidden_state_layer_ids
+        return encode_packs(self.target, groups, end - start, ids, self.dtype)
 
     def train_pack(self, chunks: list[Chunk], aux: Tensor, hidden: Tensor) -> PassResult:
         drafter = self.copy.compute
@@ -655,6 +676,7 @@ class Trainer:
                 self.copy.compute,
                 self.target,
                 self.validation,
+                lambda batch: self.read_states(batch, 0, 1),
                 self.config.pack_length,
                 self.loss,
                 self.backend,
@@ -696,6 +718,7 @@ class Trainer:
             "sizes": {"chunk_size": self.chunk_size, "loss_rows": self.loss_rows},
             "total_steps": self.total_steps,
             "data": self.fingerprint,
+            "states": self.states_name(),
             "target": {"name": self.target.name_or_path, "fingerprint": target_identity(self.target)},
             "versions": {
                 "peagle": getattr(peagle, "__version__", None),
