@@ -43,7 +43,7 @@ from peagle.training.init import choose_mask_token, new_drafter
 from peagle.training.init_from_head import mask_token_of
 from peagle.training.logs import MetricsLog, write_json
 from peagle.training.losses import LossKernel, LossSettings, head_loss
-from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows, peak_memory
+from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows, fits, peak_memory
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import PassResult, train_pack
 from peagle.training.plots import plot_run
@@ -570,7 +570,9 @@ class Trainer:
         if count < len(batch.packs):
             groups = [part for group in groups if (part := group.within(start, end)) is not None]
         ids = self.drafter.config.aux_hidden_state_layer_ids
-        return encode_packs(self.target, groups, end - start, ids, self.dtype)
+        remedy = "lower --pack-length, or read --hidden-states that `peagle data hidden-states` wrote"
+        with fits(f"pack_length: the target's pass over documents of up to {n} tokens", remedy):
+            return encode_packs(self.target, groups, end - start, ids, self.dtype)
 
     def train_pack(self, chunks: list[Chunk], aux: Tensor, hidden: Tensor) -> PassResult:
         drafter = self.copy.compute
@@ -581,7 +583,9 @@ class Trainer:
             self.mark("loss slices")
             return result.loss, result.stats
 
-        result = train_pack(drafter, chunks, aux, chunk_loss, self.backend)
+        what = f"chunk_size: a chunk of {self.chunk_size} anchors with {self.loss_rows} rows a loss slice"
+        with fits(what, "lower --chunk-size first, then --loss-rows"):
+            result = train_pack(drafter, chunks, aux, chunk_loss, self.backend)
         self.mark("drafter backward")  # and the later chunks' forward, where a pack has several
         return result
 
@@ -601,7 +605,7 @@ class Trainer:
         hidden = torch.zeros(n, width, dtype=self.target.dtype, device=self.device)
         try:
             self.train_pack(chunks, aux, hidden)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, InputError):
             raise
         except Exception as error:  # whatever the compiler stack raises
             if self.fused:

@@ -21,6 +21,7 @@ from peagle.target.model import Target
 from peagle.training.batches import Answers, group_spans, scan_answers
 from peagle.training.encode import call_overhead, encode_packs
 from peagle.training.identity import target_identity
+from peagle.training.memory import fits
 from peagle.training.states import (
     PLAN_FILE,
     StatesPlan,
@@ -130,7 +131,8 @@ def target_encoder(target: Target, aux_layer_ids: Sequence[int]) -> Encode:
         # as training makes them, so that its sums are the same where the documents are
         groups = group_spans(spans, 32768 if cuda else 4096, call_overhead(target) if cuda else 64, 64 if cuda else 1)
         groups = [group.to(target.device) for group in groups]
-        return encode_packs(target, groups, int(starts[-1]), aux_layer_ids, target.dtype)
+        with fits("max_length: the target's pass over one document", "lower --max-length"):
+            return encode_packs(target, groups, int(starts[-1]), aux_layer_ids, target.dtype)
 
     return encode
 
