@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -95,9 +95,11 @@ def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None]
     world, device = join(device)
     try:
         answers = open_dataset(list(config.data))
-        # cached states need the embeddings and the LM head alone: the layers stay on the host, for a head to start from
-        layers_on = None if config.hidden_states is None else "cpu"
-        target = load_target(config.target, dtype=config.dtype, device=torch.device(device), layers_on=layers_on)
+        # with cached states embeddings and LM head are all that runs; a head may start from the last layers
+        layers: Literal["device", "host", "none"] = "device"
+        if config.hidden_states is not None:
+            layers = "host" if config.init == "target" else "none"
+        target = load_target(config.target, dtype=config.dtype, device=torch.device(device), layers=layers)
         if target.tokenizer is not None:
             answers.check_target(target.tokenizer, target.vocab_size)
         return train_on(config, target, answers, dry_run, say, world)
