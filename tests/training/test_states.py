@@ -45,7 +45,7 @@ def write(folder: Path, target: Target, dtype: Any = "bf16", shard_tokens: int =
     said: list[str] = []
     answers = listed_answers(40)
     plan = plan_states(target, answers, dtype, LAYERS, shard_bytes=shard_tokens * 4 * HIDDEN * 2, **over)
-    write_states(plan, answers, target_encoder(target, LAYERS), folder, said.append)
+    write_states(plan, answers, lambda: target_encoder(target, LAYERS), folder, said.append)
     return said
 
 

@@ -44,10 +44,12 @@ def plan_states(
     aux_layer_ids: Sequence[int] | None = None,
     max_length: int | None = None,
     shard_bytes: int = 2 << 30,
+    computed_in: str | None = None,
 ) -> StatesPlan:
     """Which documents go where. Documents that cannot train (no answer token) are left out.
 
     max_length: cut longer documents; None: none. A shard takes documents up to `shard_bytes`, and at least one.
+    computed_in: what the states are computed in, by default the target's dtype.
     """
     ids = tuple(aux_layer_ids or target.default_aux_layer_ids())
     target.check_aux_layer_ids(ids)
@@ -60,7 +62,7 @@ def plan_states(
         aux_layer_ids=ids,
         hidden_size=target.hidden_size,
         dtype=dtype,
-        computed_in=str(target.dtype).removeprefix("torch."),
+        computed_in=computed_in or str(target.dtype).removeprefix("torch."),
         max_length=longest,
         shards=(),
         lengths=(),
@@ -81,9 +83,16 @@ def plan_states(
 
 
 def write_states(
-    plan: StatesPlan, answers: Answers, encode: Encode, folder: Path, say: Callable[[str], None], dry_run: bool = False
+    plan: StatesPlan,
+    answers: Answers,
+    encoder: Callable[[], Encode],
+    folder: Path,
+    say: Callable[[str], None],
+    dry_run: bool = False,
 ) -> int:
     """Write the shards that are not there yet; returns their number. The size is said first.
+
+    encoder: called once, when there is something to write and room for it.
 
     Raises:
         InputError: the disk has too little room, or the folder holds other states (each difference is named).
@@ -113,6 +122,9 @@ def write_states(
         raise InputError(f"output: {folder} cannot be created ({error.strerror or error})") from error
     with replacing(folder / PLAN_FILE) as work:
         work.write_text(plan.to_json())
+    if not todo:
+        return 0
+    encode = encoder()
     with tqdm(total=sum(sum(plan.lengths[i]) for i in todo), unit="token", unit_scale=True, dynamic_ncols=True) as bar:
         for i in todo:
             documents = [answers[d].input_ids[:n] for d, n in zip(plan.shards[i], plan.lengths[i], strict=True)]
