@@ -249,6 +249,9 @@ class TrainConfig:
     beta2: float = 0.95
     grad_clip: float = 1.0
     seed: int = 0
+    # the target's states: run the target (None), or read them from this folder
+    hidden_states: str | None = None
+    on_corrupt: Literal["stop", "skip"] = "stop"
     # limits
     max_steps: int | None = None
     epochs: int | None = None
@@ -276,7 +279,7 @@ class TrainConfig:
         (
             *("output", "resume", "max_steps", "epochs", "max_samples", "max_minutes"),
             *("validate_every", "log_every", "save_every", "save_minutes", "keep_checkpoints", "tensorboard"),
-            *("device", "attention", "compile", "loss_kernel", "state_cache_gib"),
+            *("device", "attention", "compile", "loss_kernel", "state_cache_gib", "on_corrupt"),
         )
     )
 
@@ -295,6 +298,7 @@ class TrainConfig:
             "optimizer": ("adamw", "muon"),
             "schedule": ("cosine", "wsd"),
             "resume": ("auto", "never"),
+            "on_corrupt": ("stop", "skip"),
             "dtype": ("auto", "float32", "bfloat16"),
             "attention": ("auto", "dense", "flex"),
             "compile": ("auto", "off"),

@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 from peagle.errors import InputError
 from peagle.target import loading
 from peagle.target.loading import eos_ids, load_target, resolve_model, target_fingerprint
-from tests.conftest import make_model, randomise
+from peagle.training.identity import target_identity
+from tests.conftest import ARCHITECTURES, make_model, randomise
 
 pytest.importorskip("gguf")
 from tests.target.tiny_gguf import write_llama
@@ -283,3 +284,16 @@ def test_fingerprint_tells_token_meanings_apart(tiny_target, target_folder):
     other = load_target(str(target_folder("llama")), device="cpu")
     other.tokenizer.chat_template = "another"
     assert target_fingerprint(other) != target_fingerprint(target)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_without_layers(target_folder, tiny_target, architecture):
+    whole, bare = tiny_target(architecture), load_target(str(target_folder(architecture)), layers="none")
+    assert len(bare.layers) == 0
+    assert bare.num_layers == whole.num_layers
+    assert bare.default_aux_layer_ids() == whole.default_aux_layer_ids()
+    assert target_identity(bare) == target_identity(whole)
+    hidden = torch.randn(3, whole.hidden_size)
+    assert torch.equal(bare.lm_logits(bare.decoder.norm(hidden)), whole.lm_logits(whole.decoder.norm(hidden)))
+    host = load_target(str(target_folder(architecture)), layers="host")
+    assert len(host.layers) == whole.num_layers

@@ -22,7 +22,8 @@ def _size(value: str | None, name: str) -> int | str | None:
         raise InputError(f"{name}: got {value!r}, expected auto or a whole number")
 
 
-def _ids(value: str | None) -> tuple[int, ...] | None:
+def parse_layer_ids(value: str | None) -> tuple[int, ...] | None:
+    """`2,15,27` as numbers. Raises InputError."""
     if value is None:
         return None
     try:
@@ -91,6 +92,12 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="On matrices [0.01].")] = None,
     grad_clip: Annotated[float | None, typer.Option(help="Largest gradient norm [1.0].")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order, chains and the validation split [0].")] = None,
+    hidden_states: Annotated[
+        str | None, typer.Option(help="Folder of `peagle data hidden-states`, read instead of running the target.")
+    ] = None,
+    on_corrupt: Annotated[
+        str | None, typer.Option(help="A corrupt shard of it: stop (default), or skip its documents.")
+    ] = None,
     max_steps: Annotated[int | None, typer.Option(help="End after so many steps.")] = None,
     epochs: Annotated[
         int | None, typer.Option(help="End after so many passes over the data [1 without a limit].")
@@ -126,7 +133,7 @@ def train(
     flags.pop("dry_run")
     flags["data"] = tuple(data) if data else None
     flags["output"] = str(output) if output else None
-    flags["aux_layer_ids"] = _ids(aux_layer_ids)
+    flags["aux_layer_ids"] = parse_layer_ids(aux_layer_ids)
     for name in ("chunk_size", "loss_rows"):
         flags[name] = _size(flags[name], name)
     settings = TrainConfig.from_sources(file, flags)

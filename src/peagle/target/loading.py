@@ -9,10 +9,12 @@ import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
 
 from peagle.errors import InputError
 from peagle.target.model import Target
@@ -138,11 +140,13 @@ def load_target(
     dtype: str = "auto",
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
+    layers: Literal["device", "host", "none"] = "device",
 ) -> Target:
     """Load a decoder-only causal language model with its tokenizer, frozen, in evaluation mode.
 
     dtype: auto (the checkpoint's on a GPU, float32 on a CPU, where it is the faster one), or a torch name. device:
-    cuda when there is one, else cpu. Raises InputError.
+    cuda when there is one, else cpu. layers: where the decoder layers go when embeddings, last norm and LM head are all
+    that will run: left on the host, or not read at all. Raises InputError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"dtype: got {dtype!r}, expected auto or one of {', '.join(DTYPES)}")
@@ -164,12 +168,23 @@ def load_target(
         torch_dtype = chosen or torch.float32
     else:
         torch_dtype = DTYPES[dtype]
+    text = config.get_text_config()
+    total_layers, verbosity = getattr(text, "num_hidden_layers", None), logging.get_verbosity()
+    changed = {}
+    if layers == "none":
+        changed["config"] = config
+        text.num_hidden_layers = 0
+        if getattr(text, "layer_types", None):
+            text.layer_types = []
+        logging.set_verbosity_error()  # every weight of a layer is unexpected
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch_dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            source, dtype=torch_dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **changed
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"model: the weights of {name_or_path!r} could not be loaded ({_reason(error)})") from error
+    finally:
+        logging.set_verbosity(verbosity)
     if info["missing_keys"]:  # Transformers fills them with random values and only warns
         raise InputError(
             f"model: the weights of {name_or_path!r} lack {min(info['missing_keys'])} "
@@ -179,9 +194,15 @@ def load_target(
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         tokenizer = None  # token ids in, token ids out
-    model.to(where)
+    if layers == "host":
+        decoder = model.get_decoder()
+        blocks, decoder.layers = decoder.layers, torch.nn.ModuleList()  # out of the way
+        model.to(where)
+        decoder.layers = blocks
+    else:
+        model.to(where)
     ids = eos_ids(model.config.get_text_config(), model.generation_config, tokenizer)
-    return Target(model, tokenizer, name_or_path, ids)
+    return Target(model, tokenizer, name_or_path, ids, total_layers=total_layers)
 
 
 def target_fingerprint(target: Target) -> str:

@@ -67,6 +67,7 @@ class Target:
     tokenizer: PreTrainedTokenizerBase | None
     name_or_path: str
     eos_token_ids: frozenset[int] = frozenset()
+    total_layers: int | None = None  # where the model was loaded without them
     _captured: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class Target:
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        return len(self.layers) or self.total_layers or 0
 
     @property
     def num_key_value_heads(self) -> int:

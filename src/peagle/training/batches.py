@@ -53,6 +53,13 @@ class Scan:
     skipped_short: int
     skipped_unsupervised: int
 
+    def without(self, documents: Sequence[int]) -> Scan:
+        """A copy that lacks some documents. Raises InputError when none is left."""
+        keep = ~np.isin(self.documents, documents)
+        if not keep.any():
+            raise InputError("data: no document is left to learn from")
+        return replace(self, documents=self.documents[keep], lengths=self.lengths[keep])
+
     def summary(self) -> str:
         return (
             f"{len(self.documents)} documents, {int(self.lengths.sum())} tokens; {self.truncated} truncated, "
@@ -163,6 +170,11 @@ class EncodeGroup:
     place: Tensor  # [S] positions in the step's packs laid end to end
     row_starts: tuple[int, ...]  # place of each document's first token
 
+    def to(self, device: torch.device) -> EncodeGroup:
+        """A copy on the device, asynchronously where it is pinned."""
+        ids, source, place = (x.to(device, non_blocking=True) for x in (self.ids, self.source, self.place))
+        return replace(self, ids=ids, source=source, place=place)
+
     def within(self, start: int, end: int) -> EncodeGroup | None:
         """The documents that lie in [start, end), their places counted from `start`; None when there are none."""
         rows = [i for i, at in enumerate(self.row_starts) if start <= at < end]
@@ -204,12 +216,9 @@ class StepBatch:
         return replace(self, packs=[[pin(c) for c in p] for p in self.packs], groups=groups)
 
     def to(self, device: torch.device) -> StepBatch:
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        groups = [replace(g, ids=move(g.ids), source=move(g.source), place=move(g.place)) for g in self.groups]
+        groups = [group.to(device) for group in self.groups]
         packs = [[to_device(c, device) for c in pack] for pack in self.packs]
-        loops = None if self.repeating is None else move(self.repeating)
+        loops = None if self.repeating is None else self.repeating.to(device, non_blocking=True)
         return replace(self, packs=packs, groups=groups, repeating=loops)
 
 
@@ -234,6 +243,7 @@ class BatchMaker:
     encode_tokens: int  # most padded tokens that the target reads in one call
     encode_overhead: int  # what one more call costs, in tokens
     encode_multiple: int = 1  # padded lengths are multiples of it
+    stored: bool = False  # states are read from files: the target is given nothing to read
     rank: int = 0  # takes the packs rank, rank + world, .. of a step
     world: int = 1
 
@@ -296,11 +306,14 @@ class BatchMaker:
                 ]
             )
         weight = sum(float(chunk.loss.weight.sum()) for pack in chunks for chunk in pack)
+        groups: list[EncodeGroup] = []
+        if not self.stored:
+            groups = group_spans(spans, self.encode_tokens, self.encode_overhead, self.encode_multiple)
         scaled = [[scale_weights(chunk, 1.0 / max(weight, 1e-9)) for chunk in pack] for pack in chunks]
         return StepBatch(
             step=step,
             packs=scaled,
-            groups=self._groups(spans),
+            groups=groups,
             placed=tuple(placed),
             documents=sum(len(pack) for pack in packs),
             tokens=tokens_total,
@@ -309,26 +322,33 @@ class BatchMaker:
             repeating=None if loops is None else torch.from_numpy(loops),
         )
 
-    def _groups(self, spans: list[tuple[np.ndarray, int]]) -> list[EncodeGroup]:
-        """Group documents of similar length: one more call to the target against the padding it saves."""
-        spans = sorted(spans, key=lambda span: -len(span[0]))
-        groups: list[EncodeGroup] = []
-        if not spans:
-            return groups
-        current: list[tuple[np.ndarray, int]] = []
-        waste = width = 0
-        for span in spans:
-            loss = width - len(span[0])
-            full = (len(current) + 1) * width > self.encode_tokens
-            if current and (full or waste + loss > self.encode_overhead):
-                groups.append(_encode_group(current, width))
-                current, waste = [], 0
-            if not current:
-                width, loss = round_up(len(span[0]), self.encode_multiple), 0
-            current.append(span)
-            waste += loss
-        groups.append(_encode_group(current, width))
+
+def group_spans(
+    spans: list[tuple[np.ndarray, int]], most_tokens: int, overhead: int, multiple: int = 1
+) -> list[EncodeGroup]:
+    """Group documents (ids, place) of similar length: one more call to the target against the padding it saves.
+
+    most_tokens: padded tokens of a call; overhead: what one more call costs, in tokens; padded lengths are multiples of
+    `multiple`.
+    """
+    spans = sorted(spans, key=lambda span: -len(span[0]))
+    groups: list[EncodeGroup] = []
+    if not spans:
         return groups
+    current: list[tuple[np.ndarray, int]] = []
+    waste = width = 0
+    for span in spans:
+        loss = width - len(span[0])
+        full = (len(current) + 1) * width > most_tokens
+        if current and (full or waste + loss > overhead):
+            groups.append(_encode_group(current, width))
+            current, waste = [], 0
+        if not current:
+            width, loss = round_up(len(span[0]), multiple), 0
+        current.append(span)
+        waste += loss
+    groups.append(_encode_group(current, width))
+    return groups
 
 
 def _mix(*numbers: int) -> int:

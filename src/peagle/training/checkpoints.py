@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # aside in one move: a kill must not leave a half-deleted one under a checkpoint's name
+            os.replace(final, work / "before")
         os.replace(work, final)
+        shutil.rmtree(final / "before", ignore_errors=True)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         raise InputError(f"output: checkpoint {final} cannot be written ({error})") from error
     finally:
@@ -51,6 +53,9 @@ def load_latest(folder: Path) -> dict[str, Any] | None:
     """The newest checkpoint that can be read, tensors on the CPU; None when there is none."""
     for path in checkpoint_folders(folder):
         try:
+            with zipfile.ZipFile(path / STATE) as archive:  # torch.load itself does not look at the checksums
+                if (damaged := archive.testzip()) is not None:
+                    raise ValueError(f"the checksum of {damaged} is wrong")
             return torch.load(path / STATE, map_location="cpu", weights_only=True)
         except Exception as error:  # damage shows up as many types
             warnings.warn(f"checkpoint {path} cannot be read and is passed over ({error})", stacklevel=2)

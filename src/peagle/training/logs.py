@@ -9,12 +9,13 @@ from typing import Any
 
 
 class MetricsLog:
-    """One JSON object a line, `step` in each; opened for a run that continues after `step`."""
+    """One JSON object a line, `step` in each; opened for a run that continues after `step` and was last validated at
+    step `validated_at`."""
 
-    def __init__(self, folder: Path, step: int, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, step: int, validated_at: int, tensorboard: bool) -> None:
         self.path = folder / "metrics.jsonl"
         if self.path.exists():
-            self._forget_after(step)
+            self._forget_after(step, validated_at)
         self.file = open(self.path, "a")  # noqa: SIM115 - closed by close()
         self.board: Any = None
         if tensorboard:
@@ -24,12 +25,14 @@ class MetricsLog:
                 return
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
-    def _forget_after(self, step: int) -> None:
+    def _forget_after(self, step: int, validated_at: int) -> None:
         """Drop lines of steps that a killed run did after its last checkpoint; they are done again."""
         kept = []
         for line in self.path.read_text().splitlines():
             try:
-                if json.loads(line)["step"] <= step:
+                values = json.loads(line)
+                # a validation may have come between a step's checkpoint and the kill; it is done again too
+                if values["step"] <= (validated_at if "validation_loss" in values else step):
                     kept.append(line + "\n")
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue  # a line cut short by the kill

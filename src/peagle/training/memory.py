@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from peagle.drafter.config import DrafterConfig
+from peagle.errors import InputError
 from peagle.training.attention import BLOCK, Backend
 from peagle.training.chunks import round_up
 
@@ -80,3 +83,16 @@ def choose_loss_rows(vocab_size: int, draft_vocab_size: int, device: torch.devic
     while rows > 16 and rows * row > room // 4:
         rows //= 2
     return rows
+
+
+@contextmanager
+def fits(what: str, remedy: str) -> Iterator[None]:
+    """Turn running out of memory within into an InputError: what did not fit, and which flag to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        # on the host PyTorch has no error type of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{what} does not fit into the device's memory: {remedy} ({reason})") from None

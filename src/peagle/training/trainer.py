@@ -12,9 +12,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from peagle.config import TrainConfig
 from peagle.data.dataset import open_dataset
 from peagle.drafter.checkpoint import save_drafter
 from peagle.errors import InputError
-from peagle.target.loading import load_target, target_fingerprint
+from peagle.target.loading import load_target
 from peagle.target.model import Target
 from peagle.training.attention import BLOCK, choose_backend
 from peagle.training.average import WeightAverage
@@ -36,18 +36,20 @@ from peagle.training.chunks import Chunk, round_up
 from peagle.training.distributed import World, join, leave
 from peagle.training.draft_vocab import choose_draft_vocab
 from peagle.training.eagle3 import step_weights
-from peagle.training.encode import encode_packs
+from peagle.training.encode import call_overhead, encode_packs
 from peagle.training.fuse import fuse_elementwise, unfuse
+from peagle.training.identity import target_identity
 from peagle.training.init import choose_mask_token, new_drafter
 from peagle.training.init_from_head import mask_token_of
 from peagle.training.logs import MetricsLog, write_json
 from peagle.training.losses import LossKernel, LossSettings, head_loss
-from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows, peak_memory
+from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows, fits, peak_memory
 from peagle.training.optimizer import Optimizer
 from peagle.training.partition import PassResult, train_pack
 from peagle.training.plots import plot_run
 from peagle.training.precision import ComputeCopy
 from peagle.training.state_cache import StateCache
+from peagle.training.states import StoredStates, open_states
 from peagle.training.validate import Validation, validate
 
 ALONE = World()
@@ -93,7 +95,11 @@ def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None]
     world, device = join(device)
     try:
         answers = open_dataset(list(config.data))
-        target = load_target(config.target, dtype=config.dtype, device=torch.device(device))
+        # with cached states embeddings and LM head are all that runs; a head may start from the last layers
+        layers: Literal["device", "host", "none"] = "device"
+        if config.hidden_states is not None:
+            layers = "host" if config.init == "target" else "none"
+        target = load_target(config.target, dtype=config.dtype, device=torch.device(device), layers=layers)
         if target.tokenizer is not None:
             answers.check_target(target.tokenizer, target.vocab_size)
         return train_on(config, target, answers, dry_run, say, world)
@@ -117,25 +123,6 @@ def train_on(
     return trainer.run()
 
 
-def target_identity(target: Target) -> str:
-    """A short hash of what a head is trained for: tokenizer, dimensions and a sample of the weights."""
-    digest = hashlib.sha256(target_fingerprint(target).encode())
-    digest.update(f"{target.hidden_size} {target.num_layers}".encode())
-    for weight in (target.embed_weight, target.lm_head_weight):
-        sample = weight[:: max(1, len(weight) // 16)].detach().to("cpu", torch.bfloat16)  # the same in any load dtype
-        digest.update(sample.float().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def call_overhead(target: Target) -> int:
-    """What one more call of the target costs on a GPU, in tokens: its launches against the tokens of that time.
-
-    About 150 us a layer and 300 TFLOP/s: 5000 tokens for SmolLM2-135M, 90 for an 8B model.
-    """
-    size = sum(p.numel() for p in target.decoder.parameters())
-    return int(min(max(150e-6 * target.num_layers * 300e12 / (2 * size), 64), 32768))
-
-
 class Trainer:
     """A run: what it is made of, where it stands, and its loop."""
 
@@ -154,6 +141,12 @@ class Trainer:
         self.step = 0
         self.elapsed = 0.0  # seconds of training before this process
         self.fingerprint = answers.fingerprint
+        self.stored: StoredStates | None = None
+        left_out: list[int] = []
+        if config.hidden_states is not None:
+            self.stored, left_out = open_states(Path(config.hidden_states), config.on_corrupt, world, say)
+            if left_out:  # other data, as far as going on with a run is concerned
+                self.fingerprint = hashlib.sha256(f"{self.fingerprint} without {left_out}".encode()).hexdigest()
         saved = self._saved_state()
         stepwise = config.kind == "eagle3"
 
@@ -167,6 +160,7 @@ class Trainer:
         kernel: LossKernel = "plain" if not compiled else "triton" if config.loss_kernel == "auto" else "compile"
 
         scan = scan_answers(answers, config.pack_length, target.vocab_size)
+        scan = scan.without(left_out)
         say(f"data: {scan.summary()}")
         wanted = config.mask_token_id
         if wanted is None and config.init_head is not None:
@@ -180,6 +174,15 @@ class Trainer:
         self.drafter, remarks = new_drafter(config, target, mask_token, vocab)
         for remark in remarks:
             say(remark)
+        if self.stored is not None:
+            self.stored.check(
+                target=target_identity(target),
+                data=answers.fingerprint,
+                aux_layer_ids=self.drafter.config.aux_hidden_state_layer_ids,
+                documents=scan.documents,
+                lengths=scan.lengths,
+            )
+            say(f"target states: {self.states_name()} from {config.hidden_states}")
         if mask_token is not None:
             say(f"mask token: {mask_token}")
 
@@ -256,9 +259,9 @@ class Trainer:
             reached = min(reached, 60 * minutes / seconds)
         gib = 2**30
         trained = sum(p.numel() for p in self.parameters)
-        held = sum(p.numel() * p.element_size() for p in self.target.model.parameters()) / gib
+        held = sum(p.numel() * p.element_size() for p in self.target.model.parameters() if p.device == self.device)
         self.say(
-            f"memory: peak {peak_memory(self.device) / gib:.2f} GiB on {self.device}: {held:.2f} GiB the target, "
+            f"memory: peak {peak_memory(self.device) / gib:.2f} GiB on {self.device}: {held / gib:.2f} GiB the target, "
             f"{16 * trained / gib:.2f} GiB weights, gradients and Adam's moments in float32"
         )
         self.say(
@@ -279,8 +282,10 @@ class Trainer:
         if saved.get("format") != STATE_FORMAT:
             raise InputError(f"output: checkpoints in {folder} are of format {saved.get('format')}, not {STATE_FORMAT}")
         changed = self.config.differences(saved["config"])
-        # where target and data lie may change, what they are may not
-        changed = [line for line in changed if not line.startswith(("target:", "data:"))]
+        # where target, data and states lie may change, what they are may not
+        changed = [line for line in changed if not line.startswith(("target:", "data:", "hidden_states:"))]
+        if saved.get("states", "online") != self.states_name():
+            changed.append(f"hidden_states: {saved.get('states', 'online')} -> {self.states_name()}")
         if saved["data"] != self.fingerprint:
             changed.append(f"data: fingerprint {saved['data'][:16]} -> {self.fingerprint[:16]}")
         if saved["target"] != target_identity(self.target):
@@ -330,6 +335,7 @@ class Trainer:
             encode_tokens=max(config.pack_length, 32768 if cuda else 4096),
             encode_overhead=call_overhead(self.target) if cuda else 64,
             encode_multiple=64 if cuda else 1,
+            stored=self.stored is not None,
             rank=self.world.rank,
             world=self.world.size,
         )
@@ -375,6 +381,7 @@ class Trainer:
             "config": self.config.to_dict(),
             "data": self.fingerprint,
             "target": target_identity(self.target),
+            "states": self.states_name(),
             "sizes": {"chunk_size": self.chunk_size, "loss_rows": self.loss_rows},
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -389,6 +396,8 @@ class Trainer:
             "documents": self.documents,
             "tokens": self.tokens,
             "best": self.best,
+            "validated_at": self.validated_at,
+            "validation": None if self.last_validation is None else asdict(self.last_validation),
         }
 
     def _restore(self, saved: dict[str, Any]) -> None:
@@ -400,6 +409,9 @@ class Trainer:
         self.step, self.elapsed = saved["step"], saved["elapsed"]
         self.documents, self.tokens = saved["documents"], saved["tokens"]
         self.best = saved.get("best", 0.0)
+        self.validated_at = saved.get("validated_at", self.step - 1)
+        if saved.get("validation") is not None:
+            self.last_validation = Validation(**saved["validation"])
         log = saved["log"]
         self.stats, self.log_loss = log["stats"].to(self.device), log["loss"].to(self.device)
         self.log_steps, self.log_tokens = log["steps"], log["tokens"]
@@ -445,7 +457,7 @@ class Trainer:
         try:
             if self.world.first:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                log = MetricsLog(self.folder, self.step, config.tensorboard)
+                log = MetricsLog(self.folder, self.step, self.validated_at, config.tensorboard)
                 write_json(self.folder / "run.json", self._facts())
         except OSError as error:
             raise InputError(f"output: {self.folder} cannot be written ({error.strerror or error})") from error
@@ -514,11 +526,10 @@ class Trainer:
         width = self.target.hidden_size
         per_pack = n * (self.drafter.config.aux_size * self.dtype.itemsize + width * self.target.dtype.itemsize)
         together = count * per_pack <= ENCODE_BYTES
-        ids = self.drafter.config.aux_hidden_state_layer_ids
         if together and count:
             states = self.states.get(batch.placed, count * n)
             if states is None:
-                states = encode_packs(self.target, batch.groups, count * n, ids, self.dtype)
+                states = self.read_states(batch, 0, count)
                 self.states.put(batch.placed, *states)
             aux, hidden = states
             self.mark("target forward")
@@ -528,8 +539,7 @@ class Trainer:
                 span = slice(i * n, (i + 1) * n)
                 result = self.train_pack(chunks, aux[span], hidden[span])
             else:
-                groups = [part for g in batch.groups if (part := g.within(i * n, (i + 1) * n)) is not None]
-                one_aux, one_hidden = encode_packs(self.target, groups, n, ids, self.dtype)
+                one_aux, one_hidden = self.read_states(batch, i, 1)
                 self.mark("target forward")
                 result = self.train_pack(chunks, one_aux, one_hidden)
             self.stats += result.stats
@@ -546,6 +556,26 @@ class Trainer:
         self.log_tokens += batch.tokens
         return norm
 
+    def states_name(self) -> str:
+        """Where the target's states come from, as far as it changes what is learned."""
+        if self.stored is None:
+            return "online"
+        return f"cached {self.stored.plan.dtype}, computed in {self.stored.plan.computed_in}"
+
+    def read_states(self, batch: StepBatch, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Auxiliary states [count N, 3H] and hidden states [count N, H] of some packs of a batch on the device."""
+        n = self.config.pack_length
+        start, end = first * n, (first + count) * n
+        if self.stored is not None:
+            return self.stored.read(batch.placed, start, end, self.dtype, self.target.dtype, self.device)
+        groups = batch.groups
+        if count < len(batch.packs):
+            groups = [part for group in groups if (part := group.within(start, end)) is not None]
+        ids = self.drafter.config.aux_hidden_state_layer_ids
+        remedy = "lower --pack-length, or read --hidden-states that `peagle data hidden-states` wrote"
+        with fits(f"pack_length: the target's pass over documents of up to {n} tokens", remedy):
+            return encode_packs(self.target, groups, end - start, ids, self.dtype)
+
     def train_pack(self, chunks: list[Chunk], aux: Tensor, hidden: Tensor) -> PassResult:
         drafter = self.copy.compute
 
@@ -555,7 +585,9 @@ class Trainer:
             self.mark("loss slices")
             return result.loss, result.stats
 
-        result = train_pack(drafter, chunks, aux, chunk_loss, self.backend)
+        what = f"chunk_size: a chunk of {self.chunk_size} anchors with {self.loss_rows} rows a loss slice"
+        with fits(what, "lower --chunk-size first, then --loss-rows"):
+            result = train_pack(drafter, chunks, aux, chunk_loss, self.backend)
         self.mark("drafter backward")  # and the later chunks' forward, where a pack has several
         return result
 
@@ -575,7 +607,7 @@ class Trainer:
         hidden = torch.zeros(n, width, dtype=self.target.dtype, device=self.device)
         try:
             self.train_pack(chunks, aux, hidden)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, InputError):
             raise
         except Exception as error:  # whatever the compiler stack raises
             if self.fused:
@@ -650,6 +682,7 @@ class Trainer:
                 self.copy.compute,
                 self.target,
                 self.validation,
+                lambda batch: self.read_states(batch, 0, 1),
                 self.config.pack_length,
                 self.loss,
                 self.backend,
@@ -691,6 +724,7 @@ class Trainer:
             "sizes": {"chunk_size": self.chunk_size, "loss_rows": self.loss_rows},
             "total_steps": self.total_steps,
             "data": self.fingerprint,
+            "states": self.states_name(),
             "target": {"name": self.target.name_or_path, "fingerprint": target_identity(self.target)},
             "versions": {
                 "peagle": getattr(peagle, "__version__", None),

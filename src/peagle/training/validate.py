@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from peagle.training.attention import Backend
 from peagle.training.batches import StepBatch
 from peagle.training.chunks import LossRows
 from peagle.training.distributed import World
-from peagle.training.encode import encode_packs
 from peagle.training.losses import LossSettings, head_loss
 from peagle.training.partition import forward_pack
 
@@ -55,6 +54,7 @@ def validate(
     drafter: Drafter,
     target: Target,
     batches: Sequence[StepBatch],
+    read: Callable[[StepBatch], tuple[Tensor, Tensor]],
     pack_length: int,
     settings: LossSettings,
     backend: Backend,
@@ -62,15 +62,16 @@ def validate(
 ) -> Validation:
     """Run validation batches of one pack each, copied to the target's device one at a time, without gradients.
 
+    read: auxiliary states [N, 3H] and hidden states [N, H] of such a batch.
+
     Each process of the world takes a share; the sums meet once.
     """
     stats = torch.zeros(3, settings.depths, dtype=torch.float64, device=target.device)
     joint = torch.zeros(2, 2, settings.depths, dtype=torch.float64, device=target.device)  # all chains; without loops
-    ids = drafter.config.aux_hidden_state_layer_ids
     for host in batches[world.rank :: world.size]:
         batch = host.to(target.device)
         (chunks,) = batch.packs
-        aux, hidden = encode_packs(target, batch.groups, pack_length, ids, drafter.fc.weight.dtype)
+        aux, hidden = read(batch)
         for chunk, normed in forward_pack(drafter, chunks, aux, backend):
             result = head_loss(
                 normed, drafter.lm_head_weight(), chunk.loss, hidden, target.lm_logits, settings, use_teacher=True

@@ -1,0 +1,276 @@
+"""Cached hidden states: a folder of safetensors shards beside `states.json`, and its reader.
+
+A shard holds whole documents one after another: `aux` [T, S H] (S auxiliary layers side by side) and `hidden` [T, H]
+(the LM head's input), as bf16, or as fp8 (e4m3) with `scale` [T, S + 1] float32: one scale a token and state. Beside
+each finished shard lies its SHA-256, in the form that `sha256sum -c` reads. A shard is complete or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from peagle.errors import InputError
+from peagle.training.distributed import World
+from peagle.training.state_cache import Placed
+
+FORMAT_VERSION = 1
+PLAN_FILE = "states.json"
+VERIFIED_FILE = "verified.json"
+StoredDtype = Literal["bf16", "fp8"]
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+FP8_MAX = 448.0  # largest number of e4m3
+
+
+@dataclass(frozen=True)
+class StatesPlan:
+    """What a folder of states holds, or will hold: `states.json`. Documents are indices into the data set."""
+
+    target: str
+    target_fingerprint: str
+    data: str  # the data set's fingerprint
+    aux_layer_ids: tuple[int, ...]
+    hidden_size: int
+    dtype: StoredDtype
+    computed_in: str  # the target's dtype
+    max_length: int  # longer documents are cut
+    shards: tuple[tuple[int, ...], ...]  # documents of each shard
+    lengths: tuple[tuple[int, ...], ...]  # their tokens
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's states."""
+        states = len(self.aux_layer_ids) + 1
+        return states * (self.hidden_size * DTYPES[self.dtype].itemsize + (4 if self.dtype == "fp8" else 0))
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(sum, self.lengths))
+
+    def file(self, folder: Path, shard: int) -> Path:
+        return folder / f"states-{shard:05d}.safetensors"
+
+    def to_json(self) -> str:
+        return json.dumps({"format_version": FORMAT_VERSION} | asdict(self)) + "\n"
+
+
+def read_plan(folder: Path) -> StatesPlan:
+    """`states.json` of a folder. Raises InputError when it is missing, broken or of another version."""
+    file = folder / PLAN_FILE
+    if not file.is_file():
+        raise InputError(
+            f"hidden_states: no {PLAN_FILE} in {folder}, expected a folder written by `peagle data hidden-states`"
+        )
+    try:
+        content = json.loads(file.read_text())
+        version = content.pop("format_version")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError) as error:
+        raise InputError(f"hidden_states: {file} is no plan of hidden states ({error})") from error
+    if version != FORMAT_VERSION:
+        raise InputError(f"hidden_states: {file} has format_version {version!r}, expected {FORMAT_VERSION}")
+    try:
+        for name in ("shards", "lengths"):
+            content[name] = tuple(map(tuple, content[name]))
+        content["aux_layer_ids"] = tuple(content["aux_layer_ids"])
+        return StatesPlan(**content)
+    except (TypeError, KeyError) as error:
+        raise InputError(f"hidden_states: {file} is no plan of hidden states ({error})") from error
+
+
+def checksum_file(shard: Path) -> Path:
+    return shard.with_suffix(".sha256")
+
+
+def is_finished(shard: Path) -> bool:
+    """The checksum is written after the shard."""
+    return shard.is_file() and checksum_file(shard).is_file()
+
+
+def file_digest(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def to_fp8(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """[T, count H] -> e4m3 numbers of the same shape and scales [T, count] float32: the largest of each is 448."""
+    parts = states.float().view(states.shape[0], count, -1)
+    scale = parts.abs().amax(-1) / FP8_MAX
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (parts / scale[..., None]).to(torch.float8_e4m3fn).view_as(states), scale
+
+
+def from_fp8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `to_fp8`: relative error at most 2^-4 a number."""
+    parts = numbers.to(torch.float32).view(numbers.shape[0], scale.shape[1], -1)
+    return (parts * scale[..., None]).to(dtype).view_as(numbers)
+
+
+class StoredStates:
+    """Reader of a folder of states: slices of memory-mapped shards, nothing else in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.plan = folder, read_plan(folder)
+        self._place: dict[int, tuple[int, int, int]] = {}  # document -> (shard, first row, rows)
+        for shard, (documents, lengths) in enumerate(zip(self.plan.shards, self.plan.lengths, strict=True)):
+            first = 0
+            for document, length in zip(documents, lengths, strict=True):
+                self._place[document] = (shard, first, length)
+                first += length
+        self._open: dict[int, Any] = {}
+
+    def check(
+        self,
+        *,
+        target: str,
+        data: str,
+        aux_layer_ids: Sequence[int],
+        documents: np.ndarray,
+        lengths: np.ndarray,
+    ) -> None:
+        """Refuse states of another target or other data (fingerprints), of other layers, or of documents [D] that are
+        cut shorter than the wanted lengths [D]."""
+        plan = self.plan
+        wrong = []
+        if plan.target_fingerprint != target:
+            wrong.append(f"made with the target {plan.target} ({plan.target_fingerprint}), this one is {target}")
+        if plan.data != data:
+            wrong.append(f"made of data {plan.data[:16]}, this is {data[:16]}")
+        if plan.aux_layer_ids != tuple(aux_layer_ids):
+            wrong.append(
+                f"holds the auxiliary layers {', '.join(map(str, plan.aux_layer_ids))}, the head reads "
+                f"{', '.join(map(str, aux_layer_ids))} (--aux-layer-ids)"
+            )
+        stored = np.array([self._place.get(document, (0, 0, 0))[2] for document in documents.tolist()])
+        if not wrong and (stored < lengths).any():
+            wrong.append(
+                f"documents are cut at {plan.max_length} tokens, up to {int(lengths.max())} are wanted (--pack-length)"
+            )
+        if wrong:
+            raise InputError(f"hidden_states: {self.folder} does not fit: {'; '.join(wrong)}")
+
+    def check_finished(self) -> None:
+        """Refuse a folder that is still to be filled."""
+        shards = self.plan.shards
+        if missing := [i for i in range(len(shards)) if not is_finished(self.plan.file(self.folder, i))]:
+            raise InputError(
+                f"hidden_states: {len(missing)} of {len(shards)} shards in {self.folder} are not written yet; run "
+                "`peagle data hidden-states` again with the same arguments, it goes on"
+            )
+
+    def corrupt_shards(self) -> list[int]:
+        """Shards whose contents are not what was written. Those that were right before and are untouched are not read
+        again."""
+        known: dict[str, Any] = {}
+        stamp = self.folder / VERIFIED_FILE
+        with suppress(OSError, json.JSONDecodeError, UnicodeDecodeError):
+            known = json.loads(stamp.read_text())
+        right, corrupt = {}, []
+        for i in range(len(self.plan.shards)):
+            file = self.plan.file(self.folder, i)
+            facts = [file.stat().st_size, file.stat().st_mtime_ns, _written_digest(file)]
+            if known.get(file.name) == facts or file_digest(file) == facts[2]:
+                right[file.name] = facts
+            else:
+                corrupt.append(i)
+        if right != known:
+            work = stamp.with_name(f".{stamp.name}.{os.getpid()}")
+            with suppress(OSError):  # a folder that cannot be written is read every time
+                work.write_text(json.dumps(right))
+                os.replace(work, stamp)
+        return corrupt
+
+    def documents(self, shards: Sequence[int]) -> list[int]:
+        return [document for shard in shards for document in self.plan.shards[shard]]
+
+    def document(self, document: int, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The first `length` tokens' aux [length, S H], hidden [length, H] and, for fp8, scale [length, S + 1]."""
+        shard, first, _ = self._place[document]
+        file = self.plan.file(self.folder, shard)
+        try:
+            if shard not in self._open:
+                self._open[shard] = safe_open(file, "pt")
+            opened, rows = self._open[shard], slice(first, first + length)
+            scale = opened.get_slice("scale")[rows] if self.plan.dtype == "fp8" else None
+            return opened.get_slice("aux")[rows], opened.get_slice("hidden")[rows], scale
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"hidden_states: {file} cannot be read ({error})") from error
+
+    def read(
+        self,
+        placed: Sequence[Placed],
+        start: int,
+        end: int,
+        dtype: torch.dtype,
+        hidden_dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        """States as `encode_packs` gives them: aux [end - start, S H] in `dtype`, hidden [end - start, H] in
+        `hidden_dtype`, zeros in padding. placed: documents in packs laid end to end, of which [start, end) is read."""
+        layers, width = len(self.plan.aux_layer_ids), self.plan.hidden_size
+        aux = torch.zeros(end - start, layers * width, dtype=dtype, device=device)
+        hidden = torch.zeros(end - start, width, dtype=hidden_dtype, device=device)
+
+        def move(tensor: Tensor) -> Tensor:
+            # pinned, so that the host need not wait until the device has come that far
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+        for item in placed:
+            if not start <= item.start < end:
+                continue
+            a, h, scale = self.document(item.document, item.length)
+            span = slice(item.start - start, item.start - start + item.length)
+            if scale is None:
+                aux[span], hidden[span] = move(a), move(h)
+            else:
+                scale = move(scale)
+                aux[span] = from_fp8(move(a), scale[:, :layers], dtype)
+                hidden[span] = from_fp8(move(h), scale[:, layers:], hidden_dtype)
+        return aux, hidden
+
+
+def open_states(
+    folder: Path, on_corrupt: str, world: World, say: Callable[[str], None]
+) -> tuple[StoredStates, list[int]]:
+    """A folder of states whose checksums were looked at, and the documents of corrupt shards, which are to be left out.
+
+    Raises InputError for corrupt shards unless `on_corrupt` is "skip", naming them.
+    """
+    states = StoredStates(folder)
+    states.check_finished()
+    corrupt: list[int] = []
+    for rank in (True, False):  # one process reads everything, the others what it has noted down
+        if world.first == rank:
+            corrupt = states.corrupt_shards()
+        world.agree([0.0])
+    if not corrupt:
+        return states, []
+    names = ", ".join(states.plan.file(folder, i).name for i in corrupt)
+    documents = states.documents(corrupt)
+    if on_corrupt == "stop":
+        raise InputError(
+            f"hidden_states: corrupt in {folder}: {names}, with {len(documents)} documents; delete them and run "
+            "`peagle data hidden-states` again, or train without them (--on-corrupt skip)"
+        )
+    say(f"target states: corrupt and left out: {names}, with {len(documents)} documents")
+    return states, documents
+
+
+def _written_digest(shard: Path) -> str:
+    try:
+        text = checksum_file(shard).read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    found = re.match(r"[0-9a-f]{64}\b", text)
+    return found.group() if found else ""

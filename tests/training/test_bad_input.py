@@ -1,0 +1,108 @@
+"""What a user can get wrong is refused before training, or says which flag to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from peagle.data.dataset import target_facts
+from peagle.data.shards import Answer, prepare_folder, write_shard
+from peagle.errors import InputError
+from peagle.training import trainer
+from peagle.training.memory import fits
+from peagle.training.trainer import train, train_on
+
+from .helpers import ListedAnswers, ListedExample, listed_answers, tiny_target
+from .test_trainer import config, quiet
+
+
+def examples(lengths: list[int], answered: bool = True) -> ListedAnswers:
+    return ListedAnswers([ListedExample(np.arange(3, 3 + n, dtype=np.int32), np.full(n, answered)) for n in lengths])
+
+
+def test_short_documents_are_left_out_and_counted(tmp_path: Path) -> None:
+    answers = listed_answers(30)
+    answers.examples += examples([0, 1, 1]).examples
+    said: list[str] = []
+    result = train_on(config(tmp_path, max_steps=2), tiny_target(), answers, say=said.append)
+    assert result is not None
+    assert any(line.startswith("data: 30 documents") and "3 shorter than 2 tokens" in line for line in said)
+
+
+@pytest.mark.parametrize("answers", [examples([1, 1]), examples([20, 30], answered=False)])
+def test_nothing_to_learn_from_is_refused(tmp_path: Path, answers: ListedAnswers) -> None:
+    with pytest.raises(InputError, match="none of 2 documents has an answer token"):
+        train_on(config(tmp_path / "run"), tiny_target(), answers, say=quiet)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("chunk_size", [64, 16])
+def test_packs_without_supervision_beside_others(tmp_path: Path, chunk_size: int) -> None:
+    """A document whose only answer token cannot be predicted by any depth but the first; many chunks without a row."""
+    answers = examples([40] * 6, answered=False)
+    for example in answers.examples:
+        example.answer_mask[-1] = True
+    settings = config(tmp_path, max_steps=2, packs_per_step=1, chunk_size=chunk_size, validation_documents=0)
+    result = train_on(settings, tiny_target(), answers, say=quiet)
+    assert result is not None
+    assert result.finished
+
+
+def folder(path: Path, tokenizer: Any, vocab_size: int) -> str:
+    prepare_folder(path, target_facts(path.name, tokenizer, vocab_size), {})
+    row = Answer(list(range(20)), [i > 3 for i in range(20)], "made up", 0.0, "stop", "0")
+    write_shard(path / "answers-00000.parquet", [row])
+    return str(path)
+
+
+def test_mixed_tokenizers_are_refused(tmp_path: Path, target_folder: Callable[[str], Path]) -> None:
+    model = target_folder("llama")
+    own, other = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    other.add_tokens(["another"])
+    mine, strange = folder(tmp_path / "mine", own, 320), folder(tmp_path / "strange", other, 320)
+    settings: dict[str, Any] = {"target": str(model), "aux_layer_ids": None}
+    with pytest.raises(InputError, match=r"made with strange, .* with mine: two tokenizers"):
+        train(config(tmp_path / "run", data=(mine, strange), **settings), say=quiet)
+    with pytest.raises(InputError, match="made with the tokenizer of strange; this target has another"):
+        train(config(tmp_path / "run", data=strange, **settings), say=quiet)
+    assert not (tmp_path / "run").exists()
+
+
+NO_GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
+NO_HOST_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("error", [NO_GPU_MEMORY, NO_HOST_MEMORY])
+@pytest.mark.parametrize(
+    ("function", "flags"),
+    [("train_pack", "chunk of 16 anchors with 32 rows .*lower --chunk-size first, then --loss-rows"),
+     ("encode_packs", "documents of up to 64 tokens .*lower --pack-length, or read --hidden-states")],
+)  # fmt: skip
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_too_little_memory_says_which_flag_to_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, function: str, flags: str, dry_run: bool
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(trainer, function, fail)
+    settings = config(tmp_path, chunk_size=16, loss_rows=32)
+    with pytest.raises(InputError, match=flags) as caught:
+        train_on(settings, tiny_target(), listed_answers(30), dry_run=dry_run, say=quiet)
+    assert str(error).splitlines()[0] in str(caught.value)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), fits("a", "b"):
+        raise RuntimeError("shapes do not fit")
+
+
+def test_a_request_for_too_much_host_memory_is_recognised() -> None:
+    with pytest.raises(InputError, match=r"x does not fit .*: lower y"), fits("x", "lower y"):
+        torch.empty(1 << 60)

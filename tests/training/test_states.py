@@ -1,0 +1,273 @@
+"""Cached hidden states: the same training as online, resumable writing, and damage that is found and named."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from peagle.cli.data import data_app
+from peagle.data.dataset import target_facts
+from peagle.data.shards import Answer, prepare_folder, write_shard
+from peagle.drafter import load_drafter
+from peagle.errors import InputError
+from peagle.target import Target
+from peagle.training import batches
+from peagle.training import write_states as writing
+from peagle.training.state_cache import Placed
+from peagle.training.states import StoredStates, from_fp8, to_fp8
+from peagle.training.trainer import train, train_on
+from peagle.training.write_states import plan_states, target_encoder, write_states
+from tests.conftest import VOCAB
+
+from .helpers import HIDDEN, listed_answers, tiny_target
+from .test_trainer import config, metrics, quiet
+
+LAYERS = (1, 2, 3)
+
+
+def bf16_target(seed: int = 1) -> Target:
+    target = tiny_target(seed=seed)
+    target.model.to(torch.bfloat16)
+    return target
+
+
+def write(folder: Path, target: Target, dtype: Any = "bf16", shard_tokens: int = 200, **over: Any) -> list[str]:
+    said: list[str] = []
+    answers = listed_answers(40)
+    plan = plan_states(target, answers, dtype, LAYERS, shard_bytes=shard_tokens * 4 * HIDDEN * 2, **over)
+    write_states(plan, answers, lambda: target_encoder(target, LAYERS), folder, said.append)
+    return said
+
+
+@pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
+def test_training_from_cached_states_is_training_online(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # documents that share a call of the target are padded to the longest, which changes how its sums are rounded
+    real = batches.group_spans
+    for module in (batches, writing):
+        monkeypatch.setattr(module, "group_spans", lambda spans, *sizes: [g for s in spans for g in real([s], *sizes)])
+    target = bf16_target()
+    said = write(tmp_path / "states", target)
+    assert "128 bytes a token" in said[0]
+    settings: dict[str, Any] = {"kind": kind, "dtype": "bfloat16", "chunk_size": 24, "max_steps": 8}
+    train_on(config(tmp_path / "online", **settings), target, listed_answers(40), say=quiet)
+    forbid_layers(target)
+    settings["hidden_states"] = str(tmp_path / "states")
+    train_on(config(tmp_path / "cached", **settings), target, listed_answers(40), say=quiet)
+    assert metrics(tmp_path / "cached") == metrics(tmp_path / "online")
+    online, cached = (load_drafter(tmp_path / name / "head").state_dict() for name in ("online", "cached"))
+    assert all(torch.equal(online[name], cached[name]) for name in online)
+
+
+def forbid_layers(target: Target) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the target ran")
+
+    for layer in target.layers:
+        layer.register_forward_pre_hook(refuse)
+
+
+def test_fp8_trains_nearly_the_same(tmp_path: Path) -> None:
+    target = bf16_target()
+    losses = {}
+    for dtype in ("bf16", "fp8"):
+        write(tmp_path / dtype, target, dtype)
+        settings = config(tmp_path / f"run-{dtype}", dtype="bfloat16", hidden_states=str(tmp_path / dtype))
+        train_on(settings, target, listed_answers(40), say=quiet)
+        losses[dtype] = [line["loss"] for line in metrics(tmp_path / f"run-{dtype}") if "loss" in line]
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.05)
+    sizes = {dtype: sum(f.stat().st_size for f in (tmp_path / dtype).glob("*.safetensors")) for dtype in losses}
+    assert sizes["fp8"] < 0.7 * sizes["bf16"]  # at 16 numbers a scale; half at real widths
+
+
+def test_fp8_error_is_that_of_e4m3() -> None:
+    torch.manual_seed(0)
+    states = torch.randn(50, 4 * 64) * torch.tensor([1.0, 1e3, 1e-6, 0.0]).repeat_interleave(64)
+    numbers, scale = to_fp8(states, 4)
+    back = from_fp8(numbers, scale, torch.float32)
+    largest = states.view(50, 4, 64).abs().amax(-1, keepdim=True).expand(50, 4, 64).reshape(50, 256)
+    # three bits of mantissa; below the smallest normal number an absolute step of 2^-9
+    assert ((back - states).abs() <= states.abs() * 2**-4 + largest / 448 * 2**-10).all()
+    assert (back[:, 192:] == 0).all()
+
+
+def test_stopped_writing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = bf16_target()
+    write(tmp_path / "whole", target)
+    real, calls = writing.encode_packs, []
+
+    def stop(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(writing, "encode_packs", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "part", target)
+    monkeypatch.undo()
+    run = config(tmp_path / "run", dtype="bfloat16", hidden_states=str(tmp_path / "part"))
+    with pytest.raises(InputError, match=r"4 of 6 shards in .* are not written yet"):
+        train_on(run, target, listed_answers(40), say=quiet)
+    files = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "part").glob("*.safetensors")}
+    assert len(files) == 2
+    said = write(tmp_path / "part", target)
+    assert "to write" in said[0]
+    for name, written in files.items():
+        assert (tmp_path / "part" / name).stat().st_mtime_ns == written, "finished shards are left alone"
+    names = sorted(file.name for file in (tmp_path / "whole").iterdir())
+    assert sorted(file.name for file in (tmp_path / "part").iterdir()) == names
+    assert all((tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
+
+
+def damage(folder: Path, shard: int) -> str:
+    file = sorted(folder.glob("*.safetensors"))[shard]
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 16
+    file.write_bytes(content)
+    return file.name
+
+
+def test_corrupt_shard_stops_or_is_skipped(tmp_path: Path) -> None:
+    target, folder = bf16_target(), tmp_path / "states"
+    write(folder, target)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_steps": 3, "hidden_states": str(folder)}
+    train_on(config(tmp_path / "good", **settings), target, listed_answers(40), say=quiet)  # notes what was right
+    name = damage(folder, 1)
+    with pytest.raises(InputError, match=f"corrupt in .*: {name}, with .* documents; delete"):
+        train_on(config(tmp_path / "stop", **settings), target, listed_answers(40), say=quiet)
+    assert not (tmp_path / "stop").exists()
+    said: list[str] = []
+    settings["on_corrupt"] = "skip"
+    train_on(config(tmp_path / "skip", **settings), target, listed_answers(40), say=said.append)
+    lost = len(StoredStates(folder).plan.shards[1])
+    assert any(f"left out: {name}, with {lost} documents" in line for line in said)
+    assert any(line.startswith(f"data: {40 - lost} documents") for line in said)
+    # whoever repairs the folder has other data: a run without those documents does not go on with them
+    (folder / name).unlink()
+    write(folder, target)
+    with pytest.raises(InputError, match="data: fingerprint"):
+        train_on(config(tmp_path / "skip", **settings | {"max_steps": 4}), target, listed_answers(40), say=quiet)
+
+
+def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    target, folder = bf16_target(), tmp_path / "states"
+    write(folder, target, max_length=30)
+
+    def refused(match: str, target: Target = target, answers: Any = None, **over: Any) -> None:
+        settings = config(tmp_path / "run", dtype="bfloat16", **({"hidden_states": str(folder)} | over))
+        with pytest.raises(InputError, match=match):
+            train_on(settings, target, answers or listed_answers(40), say=quiet)
+
+    refused("made with the target tiny", target=bf16_target(seed=3))
+    refused("made of data listed, this is other", answers=replace(listed_answers(40), fingerprint="other"))
+    refused(r"auxiliary layers 1, 2, 3, the head reads 0, 2, 3", aux_layer_ids=(0, 2, 3))
+    refused("cut at 30 tokens, up to 39 are wanted")
+    refused(r"no states\.json", hidden_states=str(tmp_path))
+    (folder / "states.json").write_text("{}")
+    refused("no plan of hidden states")
+
+
+def test_run_does_not_change_between_online_and_cached(tmp_path: Path) -> None:
+    target = bf16_target()
+    for dtype in ("bf16", "fp8"):
+        write(tmp_path / dtype, target, dtype)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_steps": 2}
+    train_on(config(tmp_path / "run", **settings), target, listed_answers(40), say=quiet)
+    settings |= {"hidden_states": str(tmp_path / "fp8"), "max_steps": 4, "lr": 1e-4}
+    with pytest.raises(InputError, match=r"lr: 0.003 -> 0.0001.*hidden_states: online -> cached fp8"):
+        train_on(config(tmp_path / "run", **settings), target, listed_answers(40), say=quiet)
+    # a folder that moved is the same one
+    settings = {"dtype": "bfloat16", "max_steps": 2, "hidden_states": str(tmp_path / "bf16")}
+    train_on(config(tmp_path / "cached", **settings), target, listed_answers(40), say=quiet)
+    shutil.move(tmp_path / "bf16", tmp_path / "moved")
+    settings |= {"hidden_states": str(tmp_path / "moved"), "max_steps": 3}
+    result = train_on(config(tmp_path / "cached", **settings), target, listed_answers(40), say=quiet)
+    assert result is not None
+    assert result.steps == 3
+
+
+def test_other_states_and_full_disks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = bf16_target()
+    write(tmp_path / "states", target)
+    with pytest.raises(InputError, match="dtype: bf16 -> fp8"):
+        write(tmp_path / "states", target, "fp8")
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(1000))
+    with pytest.raises(InputError, match=r"its disk has 0\.00 GiB free"):
+        write(tmp_path / "new", target)
+    assert not (tmp_path / "new").exists()
+
+
+def test_reading_takes_the_documents_of_a_pack(tmp_path: Path) -> None:
+    target, answers = bf16_target(), listed_answers(40)
+    write(tmp_path, target)
+    assert not StoredStates(tmp_path).corrupt_shards()
+    states = StoredStates(tmp_path)
+    aux, hidden = states.read(
+        [Placed(3, 0, 6), Placed(7, 102, 5), Placed(33, 110, 8)],
+        100,
+        120,
+        torch.float32,
+        torch.bfloat16,
+        torch.device("cpu"),
+    )
+
+    def alone(document: int, length: int) -> Sequence[torch.Tensor]:
+        found = target.encode(torch.from_numpy(answers[document].input_ids[None].astype(np.int64)), LAYERS)
+        return found.aux[0, :length].float(), found.hidden[0, :length]
+
+    for document, place, length in ((7, 2, 5), (33, 10, 8)):
+        own = alone(document, length)
+        torch.testing.assert_close(aux[place : place + length], own[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(hidden[place : place + length], own[1], rtol=2e-2, atol=2e-2)
+    assert (aux[:2] == 0).all()
+    assert (hidden[18:] == 0).all()
+
+
+def test_commands_write_states_and_train_from_them(
+    tmp_path: Path, target_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target_folder("qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prepare_folder(tmp_path / "data", target_facts(str(model), tokenizer, VOCAB), {})
+    rng = np.random.default_rng(0)
+    write_shard(
+        tmp_path / "data" / "answers-00000.parquet",
+        [
+            Answer(rng.integers(0, 250, 20).tolist(), [i >= 4 for i in range(20)], "made up", 0.0, "stop", str(n))
+            for n in range(12)
+        ],
+    )
+    arguments = ["hidden-states", str(model), str(tmp_path / "data"), "-o", str(tmp_path / "states"), "--store", "fp8"]
+    dry = CliRunner().invoke(data_app, [*arguments, "--dry-run"])
+    assert "240 tokens of 12 documents" in dry.output
+    assert not (tmp_path / "states").exists()
+    done = CliRunner().invoke(data_app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "1 shards written, 1 in all" in done.output
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the target ran")
+
+    monkeypatch.setattr(Target, "encode", refuse)
+    settings = config(
+        tmp_path / "run", target=str(model), data=str(tmp_path / "data"), hidden_states=str(tmp_path / "states"),
+        aux_layer_ids=None, init="random", max_steps=2,
+    )  # fmt: skip
+    result = train(settings, say=quiet)
+    assert result is not None
+    assert result.finished
+    error = CliRunner().invoke(data_app, [*arguments[:-1], "fp4"]).exception
+    assert isinstance(error, InputError)
