@@ -99,8 +99,8 @@ def read_results(path: Path) -> ResultsFile:
         raise InputError(f"{path}: is no results file of peagle bench (no head line with format {FORMAT!r})")
     if head.get("version") != VERSION:
         raise InputError(
-            f"{path}: has format version {head.get('version')}, this peagle reads and writes version {VERSION}; use the "
-            "peagle that wrote it, or measure again into another --output"
+            f"{path}: has format version {head.get('version')}, this peagle reads and writes version {VERSION}; use "
+            "the peagle that wrote it, or measure again into another --output"
         )
     results = ResultsFile(path, head["settings"])
     for number, line in enumerate(lines[1:], start=2):

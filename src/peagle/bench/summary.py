@@ -139,14 +139,16 @@ def points_of(arms: Iterable[dict[str, Any]]) -> list[Point]:
         setup = Setup(arm["engine"], arm["method"], int(arm["k"]))
         groups.setdefault((setup, arm["workload"], int(arm["concurrency"])), []).append(arm)
     points = [Point(setup, workload, c, tuple(members)) for (setup, workload, c), members in groups.items()]
-    workloads, engines = (
-        list(dict.fromkeys(p.workload for p in points)),
-        list(dict.fromkeys(p.setup.engine for p in points)),
-    )
-    order = [*METHODS, "endpoint"]
-    return sorted(points, key=lambda p: (
-        workloads.index(p.workload), engines.index(p.setup.engine), order.index(p.setup.method), p.setup.k, p.concurrency
-    ))  # fmt: skip
+    workloads = list(dict.fromkeys(p.workload for p in points))
+    engines = list(dict.fromkeys(p.setup.engine for p in points))
+    methods = [*METHODS, "endpoint"]
+
+    def order(p: Point) -> tuple[int, ...]:
+        setup = p.setup
+        places = workloads.index(p.workload), engines.index(setup.engine), methods.index(setup.method)
+        return (*places, setup.k, p.concurrency)
+
+    return sorted(points, key=order)
 
 
 def best(points: Sequence[Point], engine: str, workload: str, method: str, concurrency: int) -> Point | None:

@@ -128,9 +128,10 @@ def speed_bench(spec: str, num_prompts: int | None) -> Workload:
         return from_source(f"{SPEED_BENCH}:turns:config={config}{where}", name, num_prompts)
     except InputError as error:
         raise InputError(
-            f"--workload {spec}: SPEED-Bench could not be had: {error}. Its licence (NVIDIA Evaluation Dataset License) "
-            "does not let anybody pass it on, so it is read from the Hub, by those who have accepted the licence there "
-            "and are logged in, or from a file that its authors' script has made: --workload speed_bench=FILE"
+            f"--workload {spec}: SPEED-Bench could not be had: {error}. Its licence (NVIDIA Evaluation Dataset "
+            "License) does not let anybody pass it on: it is read from the Hub, by those who have accepted the "
+            "licence and are logged in there, or from a file that its authors' script has made: --workload "
+            "speed_bench=FILE"
         )
 
 
