@@ -1,7 +1,7 @@
 """Results of `vllm bench serve` as arms of ours, so that a server measured elsewhere stands in the same report.
 
-Its JSON says neither method nor K nor workload, unless it was run with `--metadata method=p-eagle k=7 workload=mt_bench`;
-what it does not say is given beside the file's name.
+Its JSON says neither method nor K nor workload, unless it was run with `--metadata method=p-eagle k=7
+workload=mt_bench`; what it does not say is given beside the file's name.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _arm(location: str, result: Mapping[str, Any], given: Mapping[str, str]) -> 
         value = given.get(name, result.get(name, default))
         if value is None:
             raise InputError(
-                f"--add {location}: the file does not say its {name}; add :{name}=VALUE to the file's name, or run vllm "
-                f"bench serve with --metadata {name}=VALUE"
+                f"--add {location}: the file does not say its {name}; add :{name}=VALUE to the file's name, or run "
+                f"vllm bench serve with --metadata {name}=VALUE"
             )
         return str(value)
 
