@@ -126,7 +126,7 @@ def _value_axis(axes: Axes, low: float, high: float) -> None:
 def _speed_ups(
     axes: Axes, points: Sequence[Point], workload: str, engine: str, methods: Sequence[str], users: Sequence[int]
 ) -> None:
-    width = 0.8 / max(len(methods), 1)
+    width = min(0.8 / max(len(methods), 1), 0.36)
     top = 1.0
     for index, method in enumerate(methods):
         for x, c in enumerate(users):
@@ -217,7 +217,7 @@ def acceptance_chart(points: Sequence[Point], workload: str, engine: str) -> Fig
     joint.set_ylabel("rate")
     joint.legend(frameon=False)
     for axes in (joint, conditional):
-        axes.set_ylim(0, 1)
+        axes.set_ylim(0, 1.04)
         axes.set_xlim(0.7, deepest + 0.3)
         axes.set_xticks(range(1, deepest + 1))
         axes.set_xlabel("draft position")
@@ -270,7 +270,7 @@ def lengths_chart(points: Sequence[Point]) -> Figure | None:
     for axes, (workload, values) in zip(np.atleast_1d(figure.subplots(1, len(lengths))), lengths.items(), strict=True):
         median, p90 = np.percentile(values, [50, 90])
         axes.hist(values, bins=min(40, max(8, len(values) // 6)), color="#8fb3d9", edgecolor="white", linewidth=0.5)
-        axes.set_ylim(0, 1.3 * axes.get_ylim()[1])
+        axes.set_ylim(0, 1.45 * axes.get_ylim()[1])
         for where, name, colour in ((median, "median", "#2e7d4f"), (p90, "P90", "#b3392f")):
             axes.axvline(where, color=colour, linestyle="--", linewidth=1.4)
             axes.annotate(f"{name} {where:,.0f}", (where, 1.0), xycoords=("data", "axes fraction"), xytext=(-4, -2),
@@ -290,7 +290,7 @@ def _number(value: float) -> str:
 
 
 def _plain_number(value: float, _position: object = None) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    return f"{value:,.0f}" if value == round(value) else f"{value:,g}"
 
 
 def _plain_number_if_few(low: float, high: float) -> Any:

@@ -47,7 +47,9 @@ def best_table(points: Sequence[Point], workload: str, engine: str) -> Table:
         *("C", "none", "EAGLE-3", "P-EAGLE", "EAGLE-3 / none", "P-EAGLE / none", "P-EAGLE / EAGLE-3"),
         *("difference", "detectable"),
     )
-    return Table(f"{workload} · {engine}: output tokens/s, each at its best K", head, rows)
+    title = f"{workload} · {engine}: output tokens/s, each at its best K"
+    filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    return Table(title, tuple(head[i] for i in filled), [tuple(row[i] for i in filled) for row in rows])
 
 
 def acceptance_table(points: Sequence[Point], workload: str, engine: str) -> Table | None:
