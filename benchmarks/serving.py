@@ -1,7 +1,7 @@
 """Tokens/s of this project's server and of stock vLLM over concurrency, on one prompt file: one table, one JSON.
 
 usage: python benchmarks/serving.py TARGET --prompts FILE[:N] [--p-eagle HEAD] [--eagle3 HEAD] [--k 3,7]
-           [--concurrency 1,4,16] [--engines peagle-serve,vllm] [--json PATH]
+           [--concurrency 1,4,16] [--engines peagle-serve,vllm] [--vllm-args='--enforce-eager'] [--json PATH]
 
 Both servers are started and stopped by this script, one after the other, with their prefix caches off; vLLM is the one
 installed here or on PATH. The same prompts go to both as token ids, in the same order. `peagle bench` does the same
@@ -27,7 +27,7 @@ from peagle.bench.sweep import SweepOptions
 from peagle.bench.tables import align
 from peagle.bench.target_text import read_target_text
 from peagle.bench.workloads import load_workload
-from peagle.cli.bench import TerminalScreen
+from peagle.cli.bench import TerminalScreen, quiet_transformers
 from peagle.errors import InputError
 
 
@@ -78,6 +78,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engines = parse_names(args.engines, "--engines", ("peagle-serve", "vllm"))
     methods = [method for method in METHODS if method == "none" or method in heads]
     users = parse_numbers(args.concurrency, "--concurrency")
+    quiet_transformers(None)
     text = read_target_text(args.target)
     plan = Plan(
         setups=plan_setups(engines, methods, parse_numbers(args.k, "--k")),

@@ -123,18 +123,24 @@ def measure(
     """Warm up, empty the cache, run one arm; its line for the results."""
     questions = backend.questions(workload, options.max_tokens)
     questions.check_lengths()
+    notes = []
     warm_up = arm.concurrency if options.warm_up is None else options.warm_up
     if warm_up:
         short = backend.questions(replace(workload, output_len=None), WARM_UP_TOKENS, first_turns=True)
-        backend.run(short, arm.concurrency, None, limit=warm_up)
+        failures = backend.run(short, arm.concurrency, None, limit=warm_up).failures
+        if failures:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in failures.items())
+            notes.append(f"C={arm.concurrency}: of {warm_up} warm-up requests failed {kinds}")
     note = backend.reset_cache()
+    if note is not None:
+        notes.append(note)
     screen.begin(f"C={arm.concurrency}", workload.num_requests)
     try:
         run = backend.run(questions, arm.concurrency, screen.request)
     finally:
         screen.end()
     line = arm_content(arm, workload, run, options.detailed)
-    line |= {"command": backend.command, "facts": backend.facts, "notes": [note] if note else []}
+    line |= {"command": backend.command, "facts": backend.facts, "notes": notes}
     if options.check:
         reference = reference_answers(results, arm)
         if reference is not None:
