@@ -18,6 +18,7 @@ from peagle.bench.arms import (
     plan_arms,
     plan_setups,
 )
+from peagle.bench.engine_tables import engines_tables
 from peagle.bench.records import Record, Run
 from peagle.bench.report_tables import best_table, difference_table, failure_table, headlines
 from peagle.bench.results_file import open_results, read_results
@@ -188,7 +189,19 @@ def test_answers_against_plain():
     assert (mixed["num_answers"], mixed["num_missing"]) == (0, 1)
     table = difference_table(points_of([arm("p-eagle", 3, 1, 5, check=found)]))
     assert table is not None
-    assert table.rows == [("w · P-EAGLE K=3 in peagle", "C=1", "1 of 2 equal; first at prompt 1, token 2")]
+    assert table.rows == [("w · P-EAGLE K=3 in peagle", "1 of 2", "prompt 1, token 2")]
+
+
+def test_engines_side_by_side():
+    spec = {"num_drafts": 10, "num_draft_tokens": 20, "num_accepted_tokens": 10, "accepted_per_pos": [8, 2],
+            "drafts_per_pos": [10, 10]}  # fmt: skip
+    arms = [arm("none", 0, c, 10.0 * c) for c in (1, 4)] + [arm("p-eagle", 2, 1, 30, spec=spec)]
+    other = [a | {"engine": "vllm", "output_throughput": a["output_throughput"] / 2} for a in arms]
+    other[2] |= {"spec": spec | {"num_accepted_tokens": 11}}
+    rates, lengths = engines_tables(points_of([*arms, *other]), "w")
+    assert rates.rows == [("no speculation", "2.00×", "2.00×"), ("P-EAGLE K=2", "2.00×", "")]
+    assert lengths.rows == [("P-EAGLE K=2", "2.000", "2.100", "+5.0 %", "")]
+    assert engines_tables(points_of(arms), "w") == []
 
 
 VLLM = {

@@ -148,6 +148,9 @@ def test_our_server_end_to_end(tmp_path, target, heads, prompts):  # noqa: F811
     assert all(arm["token_ids"] == found[0]["token_ids"] for arm in found)
     assert found[3]["spec"]["num_accepted_tokens"] == found[1]["spec"]["num_accepted_tokens"]
     assert found[3]["facts"]["version"]
+    assert found[2]["check_engines"]["with"] == "peagle"
+    assert found[2]["check_engines"]["num_equal"] == 6
+    assert "Plain decoding in different engines" in (out / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,9 @@ def take_tokens(record: Record, chunk: dict[str, Any]) -> bool:
     ids = choice.get("token_ids")
     record.text += text
     if ids is not None:
-        record.token_ids = [*(record.token_ids or ()), *ids]
+        if record.token_ids is None:
+            record.token_ids = []
+        record.token_ids.extend(ids)
     if choice.get("finish_reason") is not None:
         record.finish_reason = str(choice["finish_reason"])
     ended_unseen = record.finish_reason is not None and record.latency == 0

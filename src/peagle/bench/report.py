@@ -46,7 +46,7 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
     import jinja2
     import matplotlib
 
-    from peagle.bench import charts
+    from peagle.bench import charts, engine_tables
     from peagle.bench import report_tables as tables
 
     arms = [*results.arms.values(), *added]
@@ -83,6 +83,8 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
         overview=overview,
         lengths=lengths,
         sections=sections,
+        engines=[t for w in dict.fromkeys(p.workload for p in points) for t in engine_tables.engines_tables(points, w)],
+        engine_answers=engine_tables.engine_answers_table(arms),
         differences=tables.difference_table(points),
         failures=tables.failure_table(arms),
         failed_starts=results.failed_starts,

@@ -111,16 +111,22 @@ def worst_check(point: Point) -> dict[str, Any] | None:
 
 
 def difference_table(points: Sequence[Point]) -> Table | None:
-    """Where greedy answers leave plain decoding's; plain decoding at other concurrencies is in it, for its rounding
-    differs with the batch too."""
-    rows = []
-    for p in points:
-        worst = worst_check(p)
-        if worst is not None and worst["first"] is not None:
-            rows.append((f"{p.workload} · {p.setup.label}", f"C={p.concurrency}", check_phrase(worst)))
+    """Where greedy answers leave plain decoding's: a row a setup, a column a concurrency; plain decoding at other
+    concurrencies is in it, for its rounding differs with the batch too."""
+    users = sorted({p.concurrency for p in points})
+    rows: list[tuple[str, ...]] = []
+    for workload, engine in panels(points):
+        for setup in dict.fromkeys(p.setup for p in points if p.workload == workload and p.setup.engine == engine):
+            found = {p.concurrency: worst_check(p) for p in points if (p.workload, p.setup) == (workload, setup)}
+            first = next((check for check in found.values() if check is not None and check["first"] is not None), None)
+            if first is not None:
+                cells = [found.get(c) for c in users]
+                counts = ["" if one is None else f"{one['num_equal']} of {one['num_answers']}" for one in cells]
+                rows.append((f"{workload} · {setup.label}", *counts, check_phrase(first).partition("first at ")[2]))
     if not rows:
         return None
-    return Table("Answers that differ from plain decoding's", ("setup", "concurrency", "answers"), rows, left=3)
+    head = ("equal answers", *(f"C={c}" for c in users), "first difference")
+    return Table("Answers that differ from plain decoding's", head, rows)
 
 
 def failure_table(arms: Sequence[Mapping[str, Any]]) -> Table | None:

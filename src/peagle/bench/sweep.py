@@ -147,6 +147,9 @@ def measure(
             line["check"] = check_answers(reference, run)
         elif arm.setup.method == "none" and run.succeeded:
             line["answers"] = [list(answer) for answer in answers_of(run)]
+            other = other_engine(results, arm)
+            if other is not None:
+                line["check_engines"] = {"with": other["engine"], **check_answers(other["answers"], run)}
     return line, run
 
 
@@ -176,6 +179,12 @@ def reference_answers(results: ResultsFile, arm: Arm) -> Any | None:
         if same and other.get("answers") and other["key"] != arm.key:
             return other["answers"]
     return None
+
+
+def other_engine(results: ResultsFile, arm: Arm) -> dict[str, Any] | None:
+    """The first arm of another engine that keeps plain decoding's answers to the same workload."""
+    kept = (other for other in results.arms.values() if other.get("answers") and other["workload"] == arm.workload)
+    return next((other for other in kept if other["engine"] != arm.setup.engine), None)
 
 
 def arm_line(line: Mapping[str, Any]) -> str:
