@@ -13,12 +13,12 @@ import pytest
 from matplotlib.text import Annotation
 
 from peagle.bench import charts
+from peagle.bench.arm_lines import arm_content
 from peagle.bench.arms import METHODS, Arm, plan_setups
 from peagle.bench.records import Record, Run
 from peagle.bench.report import write_report
 from peagle.bench.results_file import open_results
 from peagle.bench.summary import Point, points_of
-from peagle.bench.sweep import arm_content
 from peagle.bench.workloads import Workload
 from peagle.data.prompts import make_prompt
 from peagle.engine.stats import SpecMetrics
@@ -47,7 +47,11 @@ def made_up_arm(arm: Arm, workload: Workload) -> dict[str, Any]:
     check = {"num_answers": 64, "num_equal": 63, "num_missing": 0}
     check |= {"first": {"prompt": 2, "turn": 0, "index": 17, "unit": "token"}}
     note = "the server's prefix cache, if it has one, could not be emptied"
-    return arm_content(arm, workload, run, False) | {"check": check, "command": f"serve {arm.key}", "notes": [note]}
+    return arm_content(arm, len(workload), run, False) | {
+        "check": check,
+        "command": f"serve {arm.key}",
+        "notes": [note],
+    }
 
 
 def made_up_arms(users: tuple[int, ...] = USERS, engines: tuple[str, ...] = ("peagle", "vllm")) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from peagle.cli.bench import find_heads
+from peagle.cli.demo import DEMO_TARGET
 from peagle.drafter import Drafter, DrafterConfig, save_drafter
 from tests.bench.fake_server import fake_server
 from tests.cli.conftest import heads, run_peagle, target  # noqa: F401  (fixtures)
@@ -201,3 +203,33 @@ def test_no_target(tmp_path):
     result = run_peagle("bench", "--workload", "quick", "--output", tmp_path / "out")
     assert result.exit_code == 2
     assert "TARGET: missing" in result.stderr
+
+
+def test_fewer_prompts_for_fewer_users_and_no_report(tmp_path):
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(30)))
+    out = tmp_path / "out"
+    with fake_server() as server:
+        result = run_peagle(
+            *("bench", "--endpoint", f"{server.url},name=a,method=none", "--workload", f"w={path}", "--output", out),
+            *("--concurrency", "1,12", "--prompts-per-user", "2", "--no-report", "--warm-up", "0", "--repeats", "2"),
+        )
+        asked = [body["messages"][0]["content"] for body in server.bodies]
+    assert result.exit_code == 0, result.output
+    found = arms(out)
+    assert [(a["concurrency"], a["num_prompts"], a["completed"]) for a in found] == [
+        (1, 8, 8), (1, 8, 8), (12, 24, 24), (12, 24, 24),
+    ]  # fmt: skip
+    assert asked[:8] == asked[8:16]
+    assert set(asked[:8]) < set(asked[16:40])
+    # the second concurrency asks more than the first kept, so it keeps its own
+    assert [bool(a.get("answers")) for a in found] == [True, False, True, False]
+    assert [a["check"]["num_answers"] for a in found[1:]] == [8, 8, 24]
+    assert {p.name for p in out.iterdir()} == {"results.jsonl"}
+    assert "output tokens/s, each at its best K" in result.stdout
+
+
+def test_quick_takes_the_bundled_heads_for_the_demo_model_only():
+    assert set(find_heads(DEMO_TARGET, None, None, True)) == {"eagle3", "p-eagle"}
+    assert find_heads("other", None, "head", True) == {"eagle3": "head"}
+    assert find_heads(DEMO_TARGET, None, None, False) == {}

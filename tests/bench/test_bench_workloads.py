@@ -31,7 +31,7 @@ def mt_bench(tmp_path):
 
 def test_published_forms_under_a_name(mt_bench, tmp_path):
     workload = load_workload(f"mt_bench={mt_bench}", None, None, 0)
-    assert (workload.name, len(workload), workload.num_requests) == ("mt_bench", 10, 20)
+    assert (workload.name, len(workload), workload.num_requests()) == ("mt_bench", 10, 20)
     humaneval = tmp_path / "HumanEval.jsonl.gz"
     with gzip.open(humaneval, "wt") as file:
         file.write(json.dumps({"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "..."}) + "\n")
@@ -52,6 +52,15 @@ def test_a_number_of_prompts_is_the_same_choice_every_time(mt_bench):
     assert five.fingerprint == again.fingerprint != three.fingerprint
     assert set(three.prompts) < set(five.prompts)
     assert load_workload(f"w={mt_bench}:3", None, None, 0) == three
+
+
+def test_the_shuffled_order_is_fixed(mt_bench):
+    workload = load_workload(f"w={mt_bench}", None, None, 0)
+    shuffled = workload.shuffled()
+    assert shuffled.prompts != workload.prompts
+    assert set(shuffled.prompts) == set(workload.prompts)
+    assert shuffled == workload.shuffled()
+    assert shuffled.num_requests(3) == 6
 
 
 def test_random_lengths(text):

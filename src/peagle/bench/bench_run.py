@@ -123,6 +123,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         "heads": {method: head_fingerprint(head) for method, head in s.heads.items()},
         "workloads": {workload.name: workload.fingerprint for workload in plan.workloads},
         "max_tokens": plan.options.max_tokens,
+        "prompts_per_user": plan.options.prompts_per_user,
         "temperature": s.sampling.temperature,
         "seed": s.sampling.seed,
         "dtype": s.dtype,

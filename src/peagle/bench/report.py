@@ -96,19 +96,20 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
         num_arms=len(arms),
     )
     _write(folder / PAGE, page.encode())
-    return _terminal_text(points, folder / PAGE)
+    return f"{terminal_text(results, added)}\n\nreport: {folder / PAGE}"
 
 
-def _terminal_text(points: Sequence[Any], page: Path) -> str:
+def terminal_text(results: ResultsFile, added: Sequence[dict[str, Any]]) -> str:
+    """Best against best, and the headlines, as text."""
     from peagle.bench import report_tables as tables
     from peagle.bench.tables import align
 
+    points = points_of([*results.arms.values(), *added])
     blocks = []
     for workload, engine in panels(points):
         table = tables.best_table(points, workload, engine)
         blocks.append(f"{table.title}\n{align([table.head, *table.rows], left=table.left)}")
-    blocks += ["\n".join(tables.headlines(points)), f"report: {page}"]
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, "\n".join(tables.headlines(points))])
 
 
 def _draw(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:

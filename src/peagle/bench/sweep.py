@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
 
-from peagle.bench.answer_check import answers_of, check_answers, check_phrase
+from peagle.bench.arm_lines import arm_content, arm_line, check_line
 from peagle.bench.arms import Arm, Setup
 from peagle.bench.backends import Backend, Backends
 from peagle.bench.records import Record, Run
 from peagle.bench.results_file import ResultsFile
-from peagle.bench.serving_metrics import request_lists, serving_metrics
 from peagle.bench.time_left import TimeLeft, duration
 from peagle.bench.workloads import Workload
 from peagle.errors import InputError
 
 WARM_UP_TOKENS = 16
+FEWEST = 8
 
 
 class Screen(Protocol):
@@ -37,12 +36,20 @@ class Screen(Protocol):
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
     """warm_up: conversations before each arm, at its concurrency, that are not counted; None: as many as the
-    concurrency. detailed keeps texts, token ids and every gap between tokens in the results."""
+    concurrency. prompts_per_user: a concurrency C asks the first C times so many conversations (at least FEWEST) of
+    each workload; None: all. detailed keeps texts, token ids and every gap between tokens in the results."""
 
     max_tokens: int
     warm_up: int | None = None
+    prompts_per_user: int | None = None
     detailed: bool = False
     check: bool = True
+
+    def num_conversations(self, workload: Workload, concurrency: int) -> int:
+        """How many of a workload's conversations an arm asks."""
+        if self.prompts_per_user is None:
+            return len(workload)
+        return min(len(workload), max(FEWEST, self.prompts_per_user * concurrency))
 
 
 def run_sweep(
@@ -134,75 +141,17 @@ def measure(
     note = backend.reset_cache()
     if note is not None:
         notes.append(note)
-    screen.begin(f"C={arm.concurrency}", workload.num_requests)
+    conversations = options.num_conversations(workload, arm.concurrency)
+    screen.begin(f"C={arm.concurrency}", workload.num_requests(conversations))
     try:
-        run = backend.run(questions, arm.concurrency, screen.request)
+        run = backend.run(questions, arm.concurrency, screen.request, limit=conversations)
     finally:
         screen.end()
-    line = arm_content(arm, workload, run, options.detailed)
+    line = arm_content(arm, conversations, run, options.detailed)
     line |= {"command": backend.command, "facts": backend.facts, "notes": notes}
     if options.check:
-        reference = reference_answers(results, arm)
-        if reference is not None:
-            line["check"] = check_answers(reference, run)
-        elif arm.setup.method == "none" and run.succeeded:
-            line["answers"] = [list(answer) for answer in answers_of(run)]
-            other = other_engine(results, arm)
-            if other is not None:
-                line["check_engines"] = {"with": other["engine"], **check_answers(other["answers"], run)}
+        check_line(line, arm, run, results)
     return line, run
-
-
-def arm_content(arm: Arm, workload: Workload, run: Run, detailed: bool) -> dict[str, Any]:
-    """An arm as JSON: what it is, `vllm bench serve`'s fields, and what that has no field for."""
-    return {
-        **arm.to_dict(),
-        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
-        "backend": arm.setup.engine,
-        "label": arm.setup.label,
-        "num_prompts": len(workload),
-        "request_rate": "inf",
-        "max_concurrency": arm.concurrency,
-        **serving_metrics(run),
-        "num_skipped": run.num_skipped,
-        "failures": run.failures,
-        "spec": None if run.spec is None else asdict(run.spec),
-        "prefix_cache": {"queries": run.cache_queries, "hits": run.cache_hits},
-        **request_lists(run, detailed),
-    }
-
-
-def reference_answers(results: ResultsFile, arm: Arm) -> Any | None:
-    """The answers of plain decoding in the same engine: the first such arm's, which is the lowest concurrency's."""
-    for other in results.arms.values():
-        same = (other["engine"], other["workload"]) == (arm.setup.engine, arm.workload)
-        if same and other.get("answers") and other["key"] != arm.key:
-            return other["answers"]
-    return None
-
-
-def other_engine(results: ResultsFile, arm: Arm) -> dict[str, Any] | None:
-    """The first arm of another engine that keeps plain decoding's answers to the same workload."""
-    kept = (other for other in results.arms.values() if other.get("answers") and other["workload"] == arm.workload)
-    return next((other for other in kept if other["engine"] != arm.setup.engine), None)
-
-
-def arm_line(line: Mapping[str, Any]) -> str:
-    """What came out of an arm, for the terminal."""
-    parts = [f"{line['output_throughput']:.1f} tokens/s"]
-    if line.get("median_ttft_ms") is not None:
-        parts.append(f"TTFT {line['median_ttft_ms']:.0f} ms")
-    if line.get("median_tpot_ms") is not None:
-        parts.append(f"TPOT {line['median_tpot_ms']:.1f} ms")
-    if line.get("spec_decode_acceptance_length") is not None:
-        parts.append(f"acceptance length {line['spec_decode_acceptance_length']:.2f}")
-    if line.get("check"):
-        parts.append(check_phrase(line["check"]))
-    if line["failed"]:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in line["failures"].items())
-        first = next(error for error in line["errors"] if error)
-        parts.append(f"FAILED: {line['failed']} of {line['failed'] + line['completed']} requests ({kinds}); {first}")
-    return " · ".join(parts)
 
 
 def _repeat(arm: Arm) -> str:

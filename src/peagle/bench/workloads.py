@@ -46,10 +46,13 @@ class Workload:
     def __len__(self) -> int:
         return len(self.prompts) or len(self.token_ids)
 
-    @property
-    def num_requests(self) -> int:
-        """Answers, all turns counted."""
-        return sum(len(prompt.turns) for prompt in self.prompts) or len(self.token_ids)
+    def num_requests(self, limit: int | None = None) -> int:
+        """Answers to the first `limit` conversations, all turns counted."""
+        return sum(len(prompt.turns) for prompt in self.prompts[:limit]) or len(self.token_ids[:limit])
+
+    def shuffled(self) -> Workload:
+        """In a fixed order that depends on the prompts alone, so that its beginning is a fair sample."""
+        return replace(self, prompts=tuple(sorted(self.prompts, key=lambda prompt: prompt.prompt_id)))
 
     @property
     def fingerprint(self) -> str:

@@ -45,6 +45,12 @@ def bench(
     num_prompts: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="So many conversations of each workload; default: all.")
     ] = None,
+    prompts_per_user: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="C users ask only N x C conversations (at least 8), in a fixed shuffled order."
+        ),
+    ] = None,
     k: Annotated[str | None, typer.Option("--k", metavar="K,K,...", help="Draft tokens a step. Default 3,5,7.")] = None,
     concurrency: Annotated[
         str | None, typer.Option(metavar="C,C,...", help="Users at once. Default 1,2,4,8,16,32,64.")
@@ -93,6 +99,10 @@ def bench(
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Measure nothing; draw the report of the results in --output.")
     ] = False,
+    report: Annotated[
+        bool,
+        typer.Option("--report/--no-report", help="Draw the report; without, only the table (no matplotlib needed)."),
+    ] = True,
     max_model_len: Annotated[int | None, typer.Option(metavar="N", help="Longest request, every engine.")] = None,
     max_num_seqs: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Requests that run at once, every engine. Default 64 or C.")
@@ -123,11 +133,12 @@ def bench(
     started and stopped here, with their prefix caches off. Greedy answers are compared with plain decoding's. What is
     measured goes into FOLDER/results.jsonl at once; the same command continues there. Definitions: docs/bench.md.
     """
-    from peagle.bench.report import check_packages, write_report
+    from peagle.bench.report import check_packages, terminal_text, write_report
     from peagle.bench.results_file import read_results
     from peagle.bench.vllm_json import read_vllm_results
 
-    check_packages()
+    if report:
+        check_packages()
     added = [arm for spec in add or () for arm in read_vllm_results(spec)]
     if report_only:
         results = read_results(output / "results.jsonl")
@@ -186,12 +197,12 @@ def bench(
     text = read_target_text(target) if target is not None else None
     plan = Plan(
         setups=[*plan_setups(engines, chosen, ks), *(one.setup for one in given)],
-        workloads=load_workloads(specs, num_prompts, text, seed),
+        workloads=[w.shuffled() if prompts_per_user else w for w in load_workloads(specs, num_prompts, text, seed)],
         concurrencies=users,
         repeats=repeats,
         interleave=interleave,
         settings=settings,
-        options=SweepOptions(longest, warm_up, detailed, check=temperature == 0),
+        options=SweepOptions(longest, warm_up, prompts_per_user, detailed, check=temperature == 0),
         given=given,
         output=output,
         command=shlex.join(["peagle", *sys.argv[1:]]),
@@ -200,7 +211,7 @@ def bench(
         typer.echo(f"note: {note}", err=True)
     screen = TerminalScreen()
     results = run_plan(plan, text, screen)
-    typer.echo(write_report(results, added, output))
+    typer.echo(write_report(results, added, output) if report else terminal_text(results, added))
     failed = sum(int(arm["failed"]) for arm in results.arms.values())
     if results.failed_starts or failed:
         typer.echo(
