@@ -26,8 +26,9 @@ from peagle.bench.summary import Point, points_of
 from peagle.bench.sweep import SweepOptions
 from peagle.bench.tables import align
 from peagle.bench.target_text import read_target_text
+from peagle.bench.terminal_screen import TerminalScreen
 from peagle.bench.workloads import load_workload
-from peagle.cli.bench import TerminalScreen, quiet_transformers
+from peagle.cli.bench import quiet_transformers
 from peagle.errors import InputError
 
 

@@ -105,7 +105,7 @@ def handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
 
         def event(self, data: Any) -> None:
             text = data if isinstance(data, str) else json.dumps(data)
-            self.wfile.write(f"data: {text}\r\n\r\n".encode())
+            self.wfile.write(f"data: {text}\n\n".encode())
             self.wfile.flush()
 
         def stream(self, body: dict[str, Any], behaviour: str) -> None:

@@ -12,7 +12,7 @@ import matplotlib
 import pytest
 from matplotlib.text import Annotation
 
-from peagle.bench import charts
+from peagle.bench import chart_style, charts
 from peagle.bench.arm_lines import arm_content
 from peagle.bench.arms import METHODS, Arm, plan_setups
 from peagle.bench.records import Record, Run
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("users", [USERS, (1, 4), (1,)])
 def test_labels_stay_apart(users):
     points = points_of(made_up_arms(users, ("peagle",)).values())
-    with matplotlib.rc_context(charts.STYLE):
+    with matplotlib.rc_context(chart_style.STYLE):
         for figure in (
             charts.throughput_chart(points, "mt_bench", "peagle"),
             charts.overview_chart(points),
@@ -95,7 +95,7 @@ def test_labels_stay_apart(users):
 
 def test_the_ratio_is_written_on():
     points = points_of(made_up_arms((1, 8), ("peagle",)).values())
-    with matplotlib.rc_context(charts.STYLE):
+    with matplotlib.rc_context(chart_style.STYLE):
         figure = charts.throughput_chart(points, "mt_bench", "peagle")
     rates, speed_ups = figure.axes
     written = [t.get_text() for t in rates.texts]
@@ -107,13 +107,13 @@ def test_the_ratio_is_written_on():
 
 def test_a_single_method_and_points_without_drafts():
     points = points_of([a for a in made_up_arms((1, 2), ("peagle",)).values() if a["method"] == "none"])
-    with matplotlib.rc_context(charts.STYLE):
+    with matplotlib.rc_context(chart_style.STYLE):
         figure = charts.throughput_chart(points, "mt_bench", "peagle")
         assert len(figure.axes) == 1
         assert charts.acceptance_chart(points, "mt_bench", "peagle") is None
         charts.overview_chart(points)
     bare = [Point(p.setup, p.workload, p.concurrency, ({"output_throughput": 5.0},)) for p in points]
-    with matplotlib.rc_context(charts.STYLE):
+    with matplotlib.rc_context(chart_style.STYLE):
         assert charts.lengths_chart(bare) is None
         charts.interactivity_chart(bare, "mt_bench", "peagle")
 

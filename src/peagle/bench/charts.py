@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from peagle.bench.arms import METHOD_NAMES
+from peagle.bench.chart_style import (
+    COLOURS,
+    INK,
+    MARKERS,
+    bare,
+    name_of,
+    new_figure,
+    plain_number,
+    short_number,
+    value_axis,
+)
 from peagle.bench.summary import Point, best, concurrencies, panels, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-COLOURS = {"none": "#7d838c", "eagle3": "#2f6fb0", "p-eagle": "#d9661f", "endpoint": "#4f8a5b"}
-MARKERS = {"none": "s", "eagle3": "o", "p-eagle": "D", "endpoint": "^"}
-INK, GRID = "#22262b", "#e3e6ea"
-STYLE = {
-    "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
-    "axes.edgecolor": "#9aa0a8", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.grid": False,
-    "svg.hashsalt": "peagle",
-}  # fmt: skip
-
-
-def name_of(method: str) -> str:
-    return METHOD_NAMES.get(method, method)
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure; constrained layout keeps labels inside and apart."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def methods_of(points: Sequence[Point], workload: str, engine: str) -> list[str]:
@@ -50,12 +36,6 @@ def compared(methods: Sequence[str]) -> tuple[str, str] | None:
         if a in methods and b in methods:
             return a, b
     return None
-
-
-def _bare(axes: Axes, grid: str = "y") -> None:
-    axes.grid(axis=grid, color=GRID, linewidth=0.8)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
 
 
 def throughput_chart(points: Sequence[Point], workload: str, engine: str) -> Figure:
@@ -90,7 +70,7 @@ def _rates(
         low = min(low, *rates)
         for x, p in there:
             tops[x] = max(tops[x], max(p.rates))
-    _value_axis(axes, low, max(tops.values(), default=0.0))
+    value_axis(axes, low, max(tops.values(), default=0.0))
     pair = compared(methods)
     title = "Output tokens/s, each method at its best K"
     if pair is not None:
@@ -106,21 +86,9 @@ def _rates(
     axes.set_xticks(range(len(users)), [str(c) for c in users])
     axes.set_xlim(-0.4, len(users) - 0.6)
     axes.set_xlabel("concurrency (users at once)")
-    _bare(axes)
+    bare(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="lower right" if len(users) > 1 else "best")
-
-
-def _value_axis(axes: Axes, low: float, high: float) -> None:
-    """Tokens/s from zero, or logarithmic where the largest is many times the smallest."""
-    axes.yaxis.set_major_formatter(_plain_number)
-    if high > 6 * low > 0:
-        axes.set_yscale("log")
-        axes.set_ylim(low / 1.4, high * 1.7)
-        axes.yaxis.set_major_formatter(_plain_number)
-        axes.yaxis.set_minor_formatter(_plain_number_if_few(low, high))
-    else:
-        axes.set_ylim(0, high * 1.18 or 1)
 
 
 def _speed_ups(
@@ -150,7 +118,7 @@ def _speed_ups(
     axes.set_title("Speed-up over no speculation\nwhite: the K that was best")
     axes.set_xticks(range(len(users)), [str(c) for c in users])
     axes.set_xlabel("concurrency (users at once)")
-    _bare(axes)
+    bare(axes)
     if methods:
         axes.legend(frameon=False, loc="upper right", ncols=2)
 
@@ -176,7 +144,7 @@ def overview_chart(points: Sequence[Point]) -> Figure:
         labels.append(group)
         for _, method, point, speed_up in members:
             axes.barh(y, point.rate, 0.86, color=COLOURS[method])
-            text = f"{name_of(method)}{f' K={point.setup.k}' if point.setup.k else ''}: {_number(point.rate)}"
+            text = f"{name_of(method)}{f' K={point.setup.k}' if point.setup.k else ''}: {short_number(point.rate)}"
             if speed_up is not None and method != "none":
                 text += f"  ({speed_up:.2f}×)"
             axes.annotate(text, (point.rate, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
@@ -185,10 +153,10 @@ def overview_chart(points: Sequence[Point]) -> Figure:
     axes.set_yticks(ticks, labels)
     axes.invert_yaxis()
     axes.set_xlim(0, max((row[2].rate for row in rows), default=1.0) * 1.42)
-    axes.xaxis.set_major_formatter(_plain_number)
+    axes.xaxis.set_major_formatter(plain_number)
     axes.set_xlabel("output tokens/s")
     axes.set_title("At the lowest concurrency, each method at its best K; in brackets: over no speculation")
-    _bare(axes, "x")
+    bare(axes, "x")
     return figure
 
 
@@ -221,7 +189,7 @@ def acceptance_chart(points: Sequence[Point], workload: str, engine: str) -> Fig
         axes.set_xlim(0.7, deepest + 0.3)
         axes.set_xticks(range(1, deepest + 1))
         axes.set_xlabel("draft position")
-        _bare(axes)
+        bare(axes)
     return figure
 
 
@@ -244,12 +212,12 @@ def interactivity_chart(points: Sequence[Point], workload: str, engine: str) -> 
             rates.append(p.rate)
             widest = max(widest, x)
     axes.set_xlim(0, widest * 1.15 or 1)
-    _value_axis(axes, min(rates, default=0.0), max(rates, default=0.0))
-    axes.xaxis.set_major_formatter(_plain_number)
+    value_axis(axes, min(rates, default=0.0), max(rates, default=0.0))
+    axes.xaxis.set_major_formatter(plain_number)
     axes.set_xlabel("tokens/s of one user (1 / median TPOT)")
     axes.set_ylabel("output tokens/s of all users")
     axes.set_title("Throughput against interactivity, each method at its best K")
-    _bare(axes, "both")
+    bare(axes, "both")
     if rates:
         axes.legend(frameon=False)
     return figure
@@ -257,12 +225,12 @@ def interactivity_chart(points: Sequence[Point], workload: str, engine: str) -> 
 
 def lengths_chart(points: Sequence[Point]) -> Figure | None:
     """Distribution of prompt and answer together, a panel a workload, with median and P90 (figure 3)."""
-    lengths: dict[str, Any] = {}
+    lengths: dict[str, np.ndarray] = {}
     for point in points:
         arm = point.arms[0]
         pairs = zip(arm.get("input_lens") or (), arm.get("output_lens") or (), strict=False)
         both = np.array([i + o for i, o in pairs if o])
-        if both.size and point.workload not in lengths:
+        if both.size > len(lengths.get(point.workload, ())):
             lengths[point.workload] = both
     if not lengths:
         return None
@@ -280,24 +248,6 @@ def lengths_chart(points: Sequence[Point]) -> Figure | None:
         axes.set_xlabel("prompt + answer, tokens")
         axes.set_ylabel("requests")
         axes.yaxis.get_major_locator().set_params(integer=True)
-        axes.xaxis.set_major_formatter(_plain_number)
-        _bare(axes)
+        axes.xaxis.set_major_formatter(plain_number)
+        bare(axes)
     return figure
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _plain_number(value: float, _position: object = None) -> str:
-    return f"{value:,.0f}" if value == round(value) else f"{value:,g}"
-
-
-def _plain_number_if_few(low: float, high: float) -> Any:
-    """Labels for a logarithmic axis' minor ticks, 2 and 5 only, where the decades alone would be too few."""
-
-    def show(value: float, _position: object = None) -> str:
-        digit = value / 10 ** np.floor(np.log10(value)) if value > 0 else 0
-        return _plain_number(value) if high / low < 1000 and round(float(digit)) in (2, 5) else ""
-
-    return show

@@ -46,7 +46,7 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
     import jinja2
     import matplotlib
 
-    from peagle.bench import charts, engine_tables
+    from peagle.bench import chart_style, charts, engine_tables
     from peagle.bench import report_tables as tables
 
     arms = [*results.arms.values(), *added]
@@ -55,7 +55,7 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
         raise InputError(f"{results.path}: holds no measurement to report{reasons}")
     points = points_of(arms)
     sections = []
-    with matplotlib.rc_context(charts.STYLE):
+    with matplotlib.rc_context(chart_style.STYLE):
         overview = _draw(charts.overview_chart(points), folder, "overview", "tokens/s at the lowest concurrency")
         lengths_figure = charts.lengths_chart(points)
         lengths = lengths_figure and _draw(lengths_figure, folder, "lengths", "lengths of prompt and answer together")

@@ -16,7 +16,6 @@ from peagle.errors import InputError
 
 if TYPE_CHECKING:
     from peagle.bench.arms import GivenEndpoint
-    from peagle.bench.records import Record
 
 # Five minutes on two cores: three methods, eight prompts, answers of 48 tokens.
 QUICK: dict[str, Any] = {"workload": ["quick"], "concurrency": "1,4", "k": "2,4", "max_tokens": 48}
@@ -151,6 +150,7 @@ def bench(
     from peagle.bench.load_client import Sampling
     from peagle.bench.sweep import SweepOptions
     from peagle.bench.target_text import read_target_text
+    from peagle.bench.terminal_screen import TerminalScreen
     from peagle.bench.workloads import load_workloads
 
     given = [parse_endpoint(text) for text in endpoint or ()]
@@ -257,31 +257,3 @@ def quiet_transformers(threads: int | None) -> None:
         torch.set_num_threads(threads)
     set_verbosity_error()
     disable_progress_bar()
-
-
-class TerminalScreen:
-    """Lines on stderr, and a bar of the arm's requests where that is a terminal."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._failed = 0
-
-    def say(self, text: str) -> None:
-        typer.echo(text, err=True)
-
-    def begin(self, label: str, num_requests: int) -> None:
-        from tqdm import tqdm
-
-        self._failed = 0
-        # disable=None: silent where stderr is no terminal
-        self._bar = tqdm(total=num_requests, desc=label, unit="answer", disable=None, dynamic_ncols=True, leave=False)
-
-    def request(self, record: Record) -> None:
-        if record.failure is not None:
-            self._failed += 1
-            self._bar.set_postfix_str(f"{self._failed} failed", refresh=False)
-        self._bar.update(1)
-
-    def end(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
