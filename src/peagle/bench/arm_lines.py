@@ -1,0 +1,72 @@
+"""One arm as a line of the results: what it was, its numbers, and how its answers compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from peagle.bench.answer_check import answers_of, check_answers, check_phrase
+from peagle.bench.arms import Arm
+from peagle.bench.records import Run
+from peagle.bench.results_file import ResultsFile
+from peagle.bench.serving_metrics import request_lists, serving_metrics
+
+
+def arm_content(arm: Arm, num_prompts: int, run: Run, detailed: bool) -> dict[str, Any]:
+    """An arm as JSON: what it is, `vllm bench serve`'s fields, and what that has no field for."""
+    return {
+        **arm.to_dict(),
+        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        "backend": arm.setup.engine,
+        "label": arm.setup.label,
+        "num_prompts": num_prompts,
+        "request_rate": "inf",
+        "max_concurrency": arm.concurrency,
+        **serving_metrics(run),
+        "num_skipped": run.num_skipped,
+        "failures": run.failures,
+        "spec": None if run.spec is None else asdict(run.spec),
+        "prefix_cache": {"queries": run.cache_queries, "hits": run.cache_hits},
+        **request_lists(run, detailed),
+    }
+
+
+def check_line(line: dict[str, Any], arm: Arm, run: Run, results: ResultsFile) -> None:
+    """Compare an arm's answers with plain decoding's in the same engine.
+
+    A plain arm that answers more than those before it keeps its answers, for others to be compared with, and the first
+    such arm is compared with another engine's.
+    """
+    stored = [other for other in results.arms.values() if other.get("answers") and other["workload"] == arm.workload]
+    own = [other for other in stored if other["engine"] == arm.setup.engine]
+    answers = answers_of(run)
+    covering = [other for other in own if len(other["answers"]) >= len(answers)]
+    if own:
+        # the fewest users round as one user does; where their arms asked less, the one that asked most
+        reference = covering[0] if covering else max(own, key=lambda other: len(other["answers"]))
+        line["check"] = {"with": reference["concurrency"], **check_answers(reference["answers"], run)}
+    if arm.setup.method == "none" and answers and not covering:
+        line["answers"] = [list(answer) for answer in answers]
+        other = next((one for one in stored if one["engine"] != arm.setup.engine), None)
+        if other is not None and not own:
+            line["check_engines"] = {"with": other["engine"], **check_answers(other["answers"], run)}
+
+
+def arm_line(line: Mapping[str, Any]) -> str:
+    """What came out of an arm, for the terminal."""
+    parts = [f"{line['output_throughput']:.1f} tokens/s"]
+    if line.get("median_ttft_ms") is not None:
+        parts.append(f"TTFT {line['median_ttft_ms']:.0f} ms")
+    if line.get("median_tpot_ms") is not None:
+        parts.append(f"TPOT {line['median_tpot_ms']:.1f} ms")
+    if line.get("spec_decode_acceptance_length") is not None:
+        parts.append(f"acceptance length {line['spec_decode_acceptance_length']:.2f}")
+    if line.get("check"):
+        parts.append(check_phrase(line["check"]))
+    if line["failed"]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in line["failures"].items())
+        first = next(error for error in line["errors"] if error)
+        parts.append(f"FAILED: {line['failed']} of {line['failed'] + line['completed']} requests ({kinds}); {first}")
+    return " · ".join(parts)

@@ -1,0 +1,141 @@
+"""The report of a sweep: one HTML page that needs nothing beside it, PNG figures, and the table for the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peagle.bench.results_file import ResultsFile
+from peagle.bench.summary import panels, points_of
+from peagle.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAGE, TEMPLATE = "report.html", "report.html.jinja"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A figure: name of its PNG, what it shows (for those who do not see it), and its SVG."""
+
+    name: str
+    caption: str
+    svg: str
+
+
+def check_packages() -> None:
+    """Refuse before hours of measuring, not after."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"bench draws its report with the extra packages of peagle[bench] ({error})")
+
+
+def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: Path) -> str:
+    """Write report.html and the PNGs into `folder`; the text for the terminal comes back.
+
+    added: arms read from elsewhere. Raises InputError when there is nothing to report or it cannot be written.
+    """
+    import jinja2
+    import matplotlib
+
+    from peagle.bench import chart_style, charts, engine_tables
+    from peagle.bench import report_tables as tables
+
+    arms = [*results.arms.values(), *added]
+    if not arms:
+        reasons = "".join(f"\n{setup}: {error}" for setup, error in results.failed_starts.items())
+        raise InputError(f"{results.path}: holds no measurement to report{reasons}")
+    points = points_of(arms)
+    sections = []
+    with matplotlib.rc_context(chart_style.STYLE):
+        overview = _draw(charts.overview_chart(points), folder, "overview", "tokens/s at the lowest concurrency")
+        lengths_figure = charts.lengths_chart(points)
+        lengths = lengths_figure and _draw(lengths_figure, folder, "lengths", "lengths of prompt and answer together")
+        for workload, engine in panels(points):
+            where, about = f"{_file_name(workload)}-{_file_name(engine)}", f"{workload}, {engine}"
+            acceptance = charts.acceptance_chart(points, workload, engine)
+            throughput = charts.throughput_chart(points, workload, engine)
+            interactivity = charts.interactivity_chart(points, workload, engine)
+            figures = [_draw(throughput, folder, f"throughput-{where}", f"tokens/s over concurrency, {about}")]
+            if acceptance is not None:
+                figures.append(_draw(acceptance, folder, f"acceptance-{where}", f"acceptance by position, {about}"))
+            figures.append(
+                _draw(interactivity, folder, f"interactivity-{where}", f"throughput, interactivity, {about}")
+            )
+            shown = [tables.best_table(points, workload, engine), tables.acceptance_table(points, workload, engine)]
+            section = {"title": about, "figures": figures, "tables": [t for t in shown if t is not None]}
+            sections.append(section | {"all_arms": tables.arms_table(points, workload, engine)})
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    page = environment.get_template(TEMPLATE).render(
+        title=f"Speculative decoding of {results.settings['target'] or 'a served model'}",
+        headlines=tables.headlines(points),
+        overview=overview,
+        lengths=lengths,
+        sections=sections,
+        engines=[t for w in dict.fromkeys(p.workload for p in points) for t in engine_tables.engines_tables(points, w)],
+        engine_answers=engine_tables.engine_answers_table(arms),
+        differences=tables.difference_table(points),
+        failures=tables.failure_table(arms),
+        failed_starts=results.failed_starts,
+        notes=list(dict.fromkeys(f"{arm['label']}: {note}" for arm in arms for note in arm.get("notes") or ())),
+        runs=results.runs,
+        settings=results.settings,
+        commands=list(dict.fromkeys(arm["command"] for arm in arms if arm.get("command"))),
+        imported=list(dict.fromkeys(arm["imported"] for arm in arms if arm.get("imported"))),
+        num_arms=len(arms),
+    )
+    _write(folder / PAGE, page.encode())
+    return f"{terminal_text(results, added)}\n\nreport: {folder / PAGE}"
+
+
+def terminal_text(results: ResultsFile, added: Sequence[dict[str, Any]]) -> str:
+    """Best against best, and the headlines, as text."""
+    from peagle.bench import report_tables as tables
+    from peagle.bench.tables import align
+
+    points = points_of([*results.arms.values(), *added])
+    blocks = []
+    for workload, engine in panels(points):
+        table = tables.best_table(points, workload, engine)
+        blocks.append(f"{table.title}\n{align([table.head, *table.rows], left=table.left)}")
+    return "\n\n".join([*blocks, "\n".join(tables.headlines(points))])
+
+
+def _draw(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
+    """Write the PNG; give the SVG, made to stand inside a page."""
+    png, svg = io.BytesIO(), io.StringIO()
+    figure.savefig(png, format="png", dpi=150)
+    _write(folder / f"{name}.png", png.getvalue())
+    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    text = svg.getvalue()
+    text = text[text.index("<svg") :]
+    # ids are the same in every figure that matplotlib draws; in one page they must differ
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{_file_name(name)}-", text)
+    return Drawn(name, caption, text)
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-") or "unnamed"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    work = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work.write_bytes(content)
+        os.replace(work, path)
+    except OSError as error:
+        work.unlink(missing_ok=True)
+        raise InputError(f"--output: {path} cannot be written ({error.strerror or error})")

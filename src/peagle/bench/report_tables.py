@@ -1,0 +1,179 @@
+"""The report's tables as rows of text; the terminal and the page show the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.bench.answer_check import check_phrase
+from peagle.bench.arms import METHOD_NAMES
+from peagle.bench.summary import Point, best, concurrencies, panels, ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """left: how many columns, from the first, hold words; the others hold numbers."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    left: int = 1
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """`1,234`, `12.3`; empty for a value that is not there."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+
+
+def best_table(points: Sequence[Point], workload: str, engine: str) -> Table:
+    """Best against best: one row a concurrency."""
+    rows = []
+    for c in concurrencies(points, workload, engine):
+        row = [str(c)]
+        for method in ("none", "eagle3", "p-eagle"):
+            point = best(points, engine, workload, method, c)
+            row.append("" if point is None else number(point.rate) + (f" (K={point.setup.k})" if point.setup.k else ""))
+        pairs = (("eagle3", "none"), ("p-eagle", "none"), ("p-eagle", "eagle3"))
+        ratios = [ratio(points, engine, workload, a, b, c) for a, b in pairs]
+        row += ["" if r is None else f"{r.value:.2f}×" for r in ratios]
+        last = ratios[2] or ratios[1] or ratios[0]
+        row.append("" if last is None else last.verdict)
+        row.append("" if last is None or last.resolution is None else f"{100 * last.resolution:.0f} %")
+        rows.append(tuple(row))
+    head = (
+        *("C", "none", "EAGLE-3", "P-EAGLE", "EAGLE-3 / none", "P-EAGLE / none", "P-EAGLE / EAGLE-3"),
+        *("difference", "detectable"),
+    )
+    title = f"{workload} · {engine}: output tokens/s, each at its best K"
+    filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    return Table(title, tuple(head[i] for i in filled), [tuple(row[i] for i in filled) for row in rows])
+
+
+def acceptance_table(points: Sequence[Point], workload: str, engine: str) -> Table | None:
+    """Acceptance length and joint rates by position, one row a head and K, at the lowest concurrency."""
+    shown = [
+        p for p in _lowest(points, workload, engine) if p.acceptance_length is not None and p.setup.method != "none"
+    ]
+    if not shown:
+        return None
+    depth = max(len(p.joint_rates) for p in shown)
+    rows: list[tuple[str, ...]] = []
+    for p in shown:
+        rows.append((_method(p), "joint", f"{p.acceptance_length:.2f}", *_rates(p.joint_rates, depth)))
+        rows.append(("", "conditional", "", *_rates(p.conditional_rates, depth)))
+    head = ("method", "rate", "acceptance length", *(str(i + 1) for i in range(depth)))
+    return Table(f"{workload} · {engine}: acceptance, by draft position", head, rows, left=2)
+
+
+def _rates(rates: Sequence[float], depth: int) -> list[str]:
+    return [f"{rate:.3f}" for rate in rates] + [""] * (depth - len(rates))
+
+
+def arms_table(points: Sequence[Point], workload: str, engine: str) -> Table:
+    """Every setup at every concurrency."""
+    rows = []
+    for p in points:
+        if (p.workload, p.setup.engine) != (workload, engine):
+            continue
+        worst = worst_check(p)
+        length = p.acceptance_length
+        rows.append(
+            (
+                _method(p),
+                str(p.concurrency),
+                number(p.rate),
+                "" if p.spread is None else f"{100 * p.spread:.1f} %",
+                number(p.median("per_user_throughput")),
+                number(p.median("median_ttft_ms"), 0),
+                number(p.median("p99_ttft_ms"), 0),
+                number(p.median("median_tpot_ms")),
+                number(p.median("p99_tpot_ms")),
+                "" if length is None else f"{length:.2f}",
+                number(p.median("mean_concurrency")),
+                f"{p.failed} of {p.requests}" if p.failed else "0",
+                "" if worst is None else f"{worst['num_equal']} of {worst['num_answers']}",
+            )
+        )
+    head = (
+        *("method", "C", "tokens/s", "spread", "per user", "TTFT p50", "p99", "TPOT p50", "p99", "AL", "in flight"),
+        *("failed", "equal to plain"),
+    )
+    return Table(f"{workload} · {engine}: all arms (times in ms, medians over repeats)", head, rows)
+
+
+def worst_check(point: Point) -> dict[str, Any] | None:
+    """Of a point's repeats the comparison with plain decoding that found most differences."""
+    checks = [arm["check"] for arm in point.arms if arm.get("check")]
+    return min(checks, key=lambda check: check["num_equal"] - check["num_answers"], default=None)
+
+
+def difference_table(points: Sequence[Point]) -> Table | None:
+    """Where greedy answers leave plain decoding's: a row a setup, a column a concurrency; plain decoding at other
+    concurrencies is in it, for its rounding differs with the batch too."""
+    users = sorted({p.concurrency for p in points})
+    rows: list[tuple[str, ...]] = []
+    for workload, engine in panels(points):
+        for setup in dict.fromkeys(p.setup for p in points if p.workload == workload and p.setup.engine == engine):
+            found = {p.concurrency: worst_check(p) for p in points if (p.workload, p.setup) == (workload, setup)}
+            first = next((check for check in found.values() if check is not None and check["first"] is not None), None)
+            if first is not None:
+                cells = [found.get(c) for c in users]
+                counts = ["" if one is None else f"{one['num_equal']} of {one['num_answers']}" for one in cells]
+                rows.append((f"{workload} · {setup.label}", *counts, check_phrase(first).partition("first at ")[2]))
+    if not rows:
+        return None
+    head = ("equal answers", *(f"C={c}" for c in users), "first difference")
+    return Table("Answers that differ from plain decoding's", head, rows)
+
+
+def failure_table(arms: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Every arm with failed requests, how they failed, and the first error's words."""
+    rows = []
+    for arm in arms:
+        if not arm.get("failed"):
+            continue
+        kinds = ", ".join(f"{count} {kind}" for kind, count in (arm.get("failures") or {}).items())
+        first = next((error for error in arm.get("errors") or () if error), "")
+        what = f"{arm['workload']} · {arm['label']} · C={arm['concurrency']}"
+        rows.append((what, str(arm.get("completed", "")), kinds, first[:300]))
+    if not rows:
+        return None
+    return Table("Requests that failed", ("arm", "completed", "failed", "first error"), rows, left=4)
+
+
+def headlines(points: Sequence[Point]) -> list[str]:
+    """What a reader wants to know first, a sentence a workload and engine."""
+    found = []
+    for workload, engine in panels(points):
+        c = min(concurrencies(points, workload, engine))
+        rates = {m: best(points, engine, workload, m, c) for m in ("none", "eagle3", "p-eagle")}
+        parts = []
+        for a, b in (("p-eagle", "eagle3"), ("p-eagle", "none"), ("eagle3", "none")):
+            r = ratio(points, engine, workload, a, b, c)
+            if r is not None:
+                doubt = " (inside the spread)" if r.verdict == "inside the spread" else ""
+                parts.append(f"{METHOD_NAMES[a]} {r.value:.2f}× {METHOD_NAMES[b]}{doubt}")
+        if not parts:
+            parts = [f"{METHOD_NAMES[m]} {number(p.rate)} tokens/s" for m, p in rates.items() if p is not None]
+        if parts:
+            found.append(f"{workload}, {engine}, C={c}: {'; '.join(parts)}")
+    return found
+
+
+def _method(point: Point) -> str:
+    name = METHOD_NAMES.get(point.setup.method, point.setup.method)
+    return f"{name} K={point.setup.k}" if point.setup.k else name
+
+
+def _lowest(points: Sequence[Point], workload: str, engine: str) -> list[Point]:
+    """Of each setup the point with the fewest users."""
+    found: dict[object, Point] = {}
+    for p in points:
+        if (p.workload, p.setup.engine) == (workload, engine):
+            kept = found.get(p.setup)
+            if kept is None or p.concurrency < kept.concurrency:
+                found[p.setup] = p
+    return list(found.values())

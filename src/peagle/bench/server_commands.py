@@ -1,0 +1,77 @@
+"""The commands that the servers under test are started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peagle.bench.arms import Setup
+
+CACHE_FLAGS = ("--enable-prefix-caching", "--no-enable-prefix-caching")
+
+
+def speculative_settings(setup: Setup, head: str | None) -> dict[str, Any] | None:
+    """vLLM's speculative config of a setup; None without speculation."""
+    if head is None:
+        return None
+    folder = Path(head).expanduser()
+    return {
+        "method": "eagle3",
+        "model": str(folder.resolve()) if folder.is_dir() else head,
+        "num_speculative_tokens": setup.k,
+        "parallel_drafting": setup.method == "p-eagle",
+    }
+
+
+def caches_prefixes(extra_args: Sequence[str]) -> bool:
+    """Whether a server's own flags ask for prefix caching, which the benchmark otherwise turns off."""
+    named = [arg.split("=", 1)[0].replace("_", "-") for arg in extra_args]
+    return CACHE_FLAGS[0] in named
+
+
+def common_args(port: int, options: Sequence[tuple[str, object]], extra_args: Sequence[str]) -> list[str]:
+    """Flags that both servers know by the same names. options whose value is None are left out, and so is every flag
+    that extra_args set themselves."""
+    given = {arg.split("=", 1)[0].replace("_", "-") for arg in extra_args}
+    args = ["--host", "127.0.0.1", "--port", str(port)]
+    if not given & set(CACHE_FLAGS):
+        args.append(CACHE_FLAGS[1])
+    for flag, value in options:
+        if value is not None and flag not in given:
+            args += [flag, str(value)]
+    return [*args, *extra_args]
+
+
+def peagle_command(target: str, settings: dict[str, Any] | None, args: Sequence[str]) -> list[str]:
+    """`peagle serve`, in this Python."""
+    command = [sys.executable, "-m", "peagle", "serve", target]
+    if settings is not None:
+        command += ["--speculative-config", json.dumps(settings)]
+    return [*command, *args]
+
+
+def vllm_command(source: str, settings: dict[str, Any] | None, args: Sequence[str]) -> list[str]:
+    """`vllm serve` of the vLLM that is installed here or on PATH. source: what vLLM itself can load."""
+    from peagle.errors import InputError
+    from peagle.vllm.serve import MINIMUM_TEXT, build_command, find_vllm, refuse_repeated
+
+    refuse_repeated(args)
+    installed = find_vllm()
+    if installed is None:
+        raise InputError(f"--engine vllm: vLLM is neither installed here nor on PATH, expected {MINIMUM_TEXT} or later")
+    if settings is not None and not settings["parallel_drafting"]:
+        settings = {key: value for key, value in settings.items() if key != "parallel_drafting"}
+    return build_command(installed, source, settings, args)
+
+
+def server_env(engine: str) -> dict[str, str]:
+    """This process's environment; vLLM has its own packages, which ours must not cover."""
+    env = dict(os.environ)
+    if engine == "vllm":
+        env.pop("PYTHONPATH", None)
+        env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    return env

@@ -1,0 +1,179 @@
+"""From arms to statements: repeats together, each method at its best K, and whether a difference stands out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.bench.arms import METHODS, Setup
+
+# Student's t at 97.5 % and at 80 %, by degrees of freedom: what a two-sided test at 5 % with a power of 80 % needs.
+_T = {2: (4.303, 1.061), 4: (2.776, 0.941), 6: (2.447, 0.906), 8: (2.306, 0.889), 10: (2.228, 0.879)}
+_T_MANY = (2.086, 0.860)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One setup over one workload at one concurrency, all repeats. A value is the median of its repeats."""
+
+    setup: Setup
+    workload: str
+    concurrency: int
+    arms: tuple[dict[str, Any], ...]
+
+    def values(self, name: str) -> list[float]:
+        """A metric of every repeat that has it."""
+        return [float(arm[name]) for arm in self.arms if arm.get(name) is not None]
+
+    def median(self, name: str) -> float | None:
+        values = self.values(name)
+        return statistics.median(values) if values else None
+
+    @property
+    def rate(self) -> float:
+        """Output tokens/s."""
+        return self.median("output_throughput") or 0.0
+
+    @property
+    def rates(self) -> list[float]:
+        return self.values("output_throughput")
+
+    @property
+    def spread(self) -> float | None:
+        """(largest - smallest) / median of output tokens/s over the repeats; None for a single one."""
+        rates = self.rates
+        return (max(rates) - min(rates)) / self.rate if len(rates) > 1 and self.rate else None
+
+    @property
+    def failed(self) -> int:
+        return sum(int(arm.get("failed") or 0) for arm in self.arms)
+
+    @property
+    def requests(self) -> int:
+        return sum(int(arm.get("completed") or 0) + int(arm.get("failed") or 0) for arm in self.arms)
+
+    @property
+    def spec(self) -> dict[str, Any] | None:
+        """Draft counts of all repeats together; None without drafts."""
+        specs = [arm["spec"] for arm in self.arms if arm.get("spec") and arm["spec"]["num_drafts"]]
+        if not specs:
+            return None
+        depth = max(len(spec["accepted_per_pos"]) for spec in specs)
+        total: dict[str, Any] = {
+            name: sum(spec[name] for spec in specs)
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        }
+        for name in ("accepted_per_pos", "drafts_per_pos"):
+            total[name] = [sum(s[name][i] for s in specs if i < len(s[name])) for i in range(depth)]
+        return total
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """1 + accepted / drafts over all repeats; what an imported arm says where it gives no counts."""
+        spec = self.spec
+        if spec is None:
+            return self.median("spec_decode_acceptance_length")
+        return 1.0 + spec["num_accepted_tokens"] / spec["num_drafts"]
+
+    @property
+    def joint_rates(self) -> list[float]:
+        spec = self.spec
+        if spec is None:
+            return next((a["spec_decode_per_position_acceptance_rates"] for a in self.arms
+                         if a.get("spec_decode_per_position_acceptance_rates")), [])  # fmt: skip
+        return [a / d if d else 0.0 for a, d in zip(spec["accepted_per_pos"], spec["drafts_per_pos"], strict=True)]
+
+    @property
+    def conditional_rates(self) -> list[float]:
+        joint = self.joint_rates
+        return [now / before if before else 0.0 for now, before in zip(joint, [1.0, *joint], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Output tokens/s of `a` over those of `b`, each at its best K.
+
+    low and high: the smallest and largest ratio that single repeats give. resolution: the relative difference that so
+    many repeats with so much scatter would find 4 times out of 5 at the 5 % level; None for single runs.
+    """
+
+    a: Point
+    b: Point
+
+    @property
+    def value(self) -> float:
+        return self.a.rate / self.b.rate
+
+    @property
+    def low(self) -> float:
+        return min(self.a.rates) / max(self.b.rates)
+
+    @property
+    def high(self) -> float:
+        return max(self.a.rates) / min(self.b.rates)
+
+    @property
+    def resolution(self) -> float | None:
+        n = min(len(self.a.rates), len(self.b.rates))
+        if n < 2:
+            return None
+        variances = [(statistics.stdev(p.rates) / statistics.mean(p.rates)) ** 2 for p in (self.a, self.b)]
+        level, power = _T.get(2 * (n - 1), _T_MANY)
+        return (level + power) * math.sqrt(sum(variances) / n)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the difference is larger than what repeats differ by."""
+        if min(len(self.a.rates), len(self.b.rates)) < 2:
+            return "single runs: spread not known"
+        return "inside the spread" if self.low <= 1.0 <= self.high else "outside the spread"
+
+
+def points_of(arms: Iterable[dict[str, Any]]) -> list[Point]:
+    """Arms grouped over their repeats, in the order of workload, engine, method, K and concurrency."""
+    groups: dict[tuple[Setup, str, int], list[dict[str, Any]]] = {}
+    for arm in arms:
+        setup = Setup(arm["engine"], arm["method"], int(arm["k"]))
+        groups.setdefault((setup, arm["workload"], int(arm["concurrency"])), []).append(arm)
+    points = [Point(setup, workload, c, tuple(members)) for (setup, workload, c), members in groups.items()]
+    workloads = list(dict.fromkeys(p.workload for p in points))
+    engines = list(dict.fromkeys(p.setup.engine for p in points))
+    methods = [*METHODS, "endpoint"]
+
+    def order(p: Point) -> tuple[int, ...]:
+        setup = p.setup
+        places = workloads.index(p.workload), engines.index(setup.engine), methods.index(setup.method)
+        return (*places, setup.k, p.concurrency)
+
+    return sorted(points, key=order)
+
+
+def best(points: Sequence[Point], engine: str, workload: str, method: str, concurrency: int) -> Point | None:
+    """A method at the K with the most output tokens/s. Points with a failed request do not compete: their tokens/s are
+    of another set of requests."""
+    found = [
+        p
+        for p in points
+        if (p.setup.engine, p.workload, p.setup.method, p.concurrency) == (engine, workload, method, concurrency)
+        and not p.failed
+        and p.rate > 0
+    ]
+    return max(found, key=lambda p: p.rate) if found else None
+
+
+def ratio(points: Sequence[Point], engine: str, workload: str, a: str, b: str, concurrency: int) -> Ratio | None:
+    """Best `a` against best `b`; None where one of them is missing."""
+    first, second = (best(points, engine, workload, method, concurrency) for method in (a, b))
+    return Ratio(first, second) if first is not None and second is not None else None
+
+
+def panels(points: Sequence[Point]) -> list[tuple[str, str]]:
+    """(workload, engine) pairs, in order: a comparison never crosses them."""
+    return list(dict.fromkeys((p.workload, p.setup.engine) for p in points))
+
+
+def concurrencies(points: Sequence[Point], workload: str, engine: str) -> list[int]:
+    return sorted({p.concurrency for p in points if (p.workload, p.setup.engine) == (workload, engine)})

