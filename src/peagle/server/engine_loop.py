@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.engine.engine import Engine
-from peagle.engine.outputs import FinishReason, StepOutput
+from peagle.engine.outputs import FinishReason, PositionLogprobs, StepOutput
 from peagle.engine.request import Request, Status
 from peagle.engine.sampling_params import SamplingParams
 from peagle.engine.stats import SpecMetrics
@@ -29,10 +29,6 @@ FAILURES_UNTIL_UNHEALTHY = 3
 STOP_SECONDS = 15
 
 
-# token id -> an entry with logprob, rank and decoded_token: the chosen token first, then the likeliest
-PositionLogprobs = dict[int, Any]
-
-
 @dataclass(slots=True)
 class Update:
     """What one step added to the index-th choice of a call."""
@@ -44,6 +40,7 @@ class Update:
     stop_reason: str | int | None = None
     metrics: SpecMetrics | None = None  # of the whole choice, with finish_reason
     logprobs: list[PositionLogprobs] | None = None  # one a token, for requests that ask for them
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # the same, with the choice's first tokens
 
     @property
     def finished(self) -> bool:
@@ -277,14 +274,14 @@ class EngineLoop:
             job = self._jobs[output.request_id]
             assert job.request is not None
             tokens += len(output.new_token_ids)
+            update = Update(job.index, output.new_text, output.new_token_ids, logprobs=output.new_logprobs)
             if job.last_token is None:
+                update.prompt_logprobs = job.request.prompt_logprobs
                 metrics.first_token.observe(now - job.arrived)
                 metrics.prompt_tokens.inc(len(job.prompt_token_ids))
             else:
                 metrics.between_tokens.observe(now - job.last_token)
             job.last_token = now
-            update = Update(job.index, output.new_text, output.new_token_ids)
-            update.logprobs = getattr(output, "new_logprobs", None)
             if output.finished:
                 update.finish_reason, update.stop_reason = output.finish_reason, output.stop_reason
                 update.metrics = job.request.metrics

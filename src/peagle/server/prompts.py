@@ -42,6 +42,22 @@ class Prompts:
             raise bad_request("prompt", "prompt: got an empty list, expected at least one prompt")
         return [await self._ids(p, special) if isinstance(p, str) else self._check_ids(p, "prompt") for p in prompts]
 
+    async def echoed(self, body: CompletionBody, prompts: list[list[int]]) -> tuple[list[str], list[str]]:
+        """Each prompt as text, as it was given if it was a text, and its first token as text."""
+        if self.tokenizer is None:
+            raise bad_request("echo", "echo: the model has no tokenizer")
+        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+
+        def texts() -> tuple[list[str], list[str]]:
+            decode = self.tokenizer.decode
+            whole = [
+                text if isinstance(text, str) else str(decode(ids))
+                for text, ids in zip(given if isinstance(given[0], str) else prompts, prompts, strict=True)
+            ]
+            return whole, [str(decode(ids[:1])) for ids in prompts]
+
+        return await self._run(texts)
+
     async def chat(self, body: ChatBody | TokenizeBody) -> list[int]:
         """The prompt that the chat template makes of the messages."""
         if self.tokenizer is None or not self.tokenizer.chat_template:

@@ -52,7 +52,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     # this server's own
@@ -68,9 +68,12 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="At least 1; 0 with echo, for the prompt alone."
+    )
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=-1)] | None = None
     suffix: str | None = None
 
 
@@ -101,7 +104,7 @@ class ChatBody(GenerationBody):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None
     response_format: TextFormat | None = None
     # vLLM's extensions
     add_generation_prompt: bool | None = None
