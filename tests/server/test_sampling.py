@@ -144,3 +144,11 @@ def test_logprobs_and_penalties_of_a_completion(server: Running) -> None:
     assert biased.text == chr(40) * 20  # token 7 of the tiny tokenizer
     once = client.completions.create(**settings, frequency_penalty=2.0, extra_body={"repetition_penalty": 5.0})
     assert once.choices[0].text != whole.text
+
+
+@pytest.mark.parametrize(("field", "most"), [("top_k", 320), ("num_speculative_tokens", 3)])
+def test_numbers_beyond_any_machine_integer(server: Running, field: str, most: int) -> None:
+    prompt = {"prompt": [3, 4], "temperature": 1.0, "seed": 5}
+    answers = [server.post("/v1/completions", prompt | {field: value}) for value in (most, 2**31, 2**70)]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
