@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from peagle.engine.outputs import PositionLogprobs
 from peagle.engine.stats import SpecMetrics
-from peagle.server.engine_loop import Call, Update
+from peagle.server.calls import Call, Update
 from peagle.server.errors import ApiError
 from peagle.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 

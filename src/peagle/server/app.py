@@ -20,6 +20,7 @@ from peagle.server.answers import Answer, Echo
 from peagle.server.asgi import ClientGone, EventStream, Guard, error_response, unless_disconnected
 from peagle.server.engine_loop import EngineLoop
 from peagle.server.errors import ApiError, ErrorBody, bad_request, shutting_down
+from peagle.server.http_metrics import CountRequests
 from peagle.server.prompts import Prompts
 from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from peagle.server.sampling import (
@@ -81,6 +82,7 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
     }
     app = FastAPI(title="peagle", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_keys=settings.api_keys)
+    app.add_middleware(CountRequests, metrics=engine_loop.metrics.http)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -151,7 +153,7 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
             stream_interval=settings.stream_interval,
         )
         try:
-            call = await unless_disconnected(request.receive, engine_loop.submit(work))
+            call = await unless_disconnected(request.receive, engine_loop.submit(work, n))
         except InputError as error:
             raise from_input_error(error, body) from error
         if body.stream:

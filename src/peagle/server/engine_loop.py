@@ -8,17 +8,16 @@ import logging
 import queue
 import threading
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from peagle.engine.engine import Engine
-from peagle.engine.outputs import FinishReason, PositionLogprobs, StepOutput
-from peagle.engine.request import Request, Status
+from peagle.engine.outputs import StepOutput
+from peagle.engine.request import Status
 from peagle.engine.sampling_params import SamplingParams
-from peagle.engine.stats import SpecMetrics
 from peagle.errors import InputError
+from peagle.server.calls import Call, Job, Update
 from peagle.server.errors import ApiError, bad_request, engine_failed, queue_full, shutting_down
 from peagle.server.metrics import ServerMetrics
 
@@ -27,62 +26,6 @@ log = logging.getLogger(__name__)
 # So many failed steps without a good one between them mean that the engine will not recover (a lost GPU, say).
 FAILURES_UNTIL_UNHEALTHY = 3
 STOP_SECONDS = 15
-
-
-@dataclass(slots=True)
-class Update:
-    """What one step added to the index-th choice of a call."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    metrics: SpecMetrics | None = None  # of the whole choice, with finish_reason
-    logprobs: list[PositionLogprobs] | None = None  # one a token, for requests that ask for them
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  # the same, with the choice's first tokens
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One engine request: the index-th choice of a call."""
-
-    request_id: str
-    index: int
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    call: Call
-    arrived: float = field(default_factory=time.monotonic)
-    request: Request | None = None
-    last_token: float | None = None  # when; None before the first
-
-
-class Call:
-    """One HTTP request's choices while they run. Iterate over it for updates; `close` it in any case."""
-
-    def __init__(self, engine_loop: EngineLoop, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
-        name = uuid.uuid4().hex
-        self.jobs = [Job(f"{name}-{i}", i, ids, params, self) for i, (ids, params) in enumerate(prompts)]
-        self.updates: asyncio.Queue[Update | ApiError] = asyncio.Queue()
-        self._engine_loop = engine_loop
-
-    async def __aiter__(self) -> AsyncIterator[Update]:
-        """Updates until every choice has finished. Raises ApiError when the engine fails."""
-        running = len(self.jobs)
-        while running:
-            update = await self.updates.get()
-            if isinstance(update, ApiError):
-                raise update
-            running -= update.finished
-            yield update
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        self._engine_loop.abort(self.jobs)
 
 
 @dataclass(slots=True)
@@ -145,15 +88,19 @@ class EngineLoop:
     def healthy(self) -> bool:
         return self._thread.is_alive() and self.failures < FAILURES_UNTIL_UNHEALTHY
 
-    async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Call:
-        """Enter all choices of a call, or none. Raises ApiError (429, 503), InputError from the engine's checks."""
+    async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]], n: int = 1) -> Call:
+        """Enter all choices of a call, or none; n of them in a row are answers to one prompt.
+
+        Raises ApiError (429, 503), InputError from the engine's checks.
+        """
         if self.draining:
             raise shutting_down()
         if len(prompts) > self.capacity:
             raise bad_request("n", f"n times prompts: got {len(prompts)}, and the server takes {self.capacity} at once")
         if len(self._open) + len(prompts) > self.capacity:
+            self.metrics.rejected.inc()
             raise queue_full(len(self._open), self.capacity)
-        call = Call(self, prompts)
+        call = Call(self, prompts, n)
         self._open |= {job.request_id: job for job in call.jobs}
         added: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._commands.put(_Add(call.jobs, added))
@@ -266,30 +213,31 @@ class EngineLoop:
                 if job.request.status is Status.WAITING:
                     still.append(job)
                 else:
-                    metrics.queue_time.observe(began - job.arrived)
+                    metrics.requests.scheduled(job.times, began)
             self._unscheduled = still
         updates: list[tuple[Job, Update | ApiError]] = []
-        tokens = 0
+        prompt_tokens = tokens = 0
         for output in outputs:
             job = self._jobs[output.request_id]
             assert job.request is not None
             tokens += len(output.new_token_ids)
+            prompt, cached = len(job.prompt_token_ids), max(job.request.num_cached_tokens, 0)
             update = Update(job.index, output.new_text, output.new_token_ids, logprobs=output.new_logprobs)
-            if job.last_token is None:
+            if job.times.first_token is None:
                 update.prompt_logprobs = job.request.prompt_logprobs
-                metrics.first_token.observe(now - job.arrived)
-                metrics.prompt_tokens.inc(len(job.prompt_token_ids))
-            else:
-                metrics.between_tokens.observe(now - job.last_token)
-            job.last_token = now
+                prompt_tokens += prompt
+                metrics.prompt(prompt, cached)
+            metrics.requests.tokens(job.times, now)
             if output.finished:
                 update.finish_reason, update.stop_reason = output.finish_reason, output.stop_reason
                 update.metrics = job.request.metrics
                 del self._jobs[output.request_id]
                 metrics.finished[output.finish_reason or "stop"].inc()
-                metrics.whole_request.observe(now - job.arrived)
+                generated = len(job.request.token_ids) - prompt
+                metrics.requests.ended(job.times, job.group, prompt, cached, generated, job.params.max_tokens)
             updates.append((job, update))
         metrics.generation_tokens.inc(tokens)
+        metrics.step_tokens.observe(prompt_tokens + tokens)
         if updates:
             self._tell(self._hand_out, updates)
 
