@@ -102,6 +102,52 @@ def test_a_step_that_fails_after_requests_ended(start: Start, target: Target) ->
     server.settle()
 
 
+def test_the_queue_is_looked_at_before_any_work(start: Start, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(tiny_engine(target, max_num_seqs=2), max_queue=1)
+    gate = hold(server.engine)
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(server.post, "/v1/completions", LONG | {"max_tokens": 5}) for _ in range(3)]
+        wait_for(lambda: server.loop.num_open == 3)
+        with monkeypatch.context() as broken:
+            broken.setattr("peagle.server.prompts.Prompts._run", None)  # no tokenizing
+            assert server.post("/v1/completions", {"prompt": "x"}).status_code == 429
+            several = server.post("/v1/completions", {"prompt": ["x", "y"], "n": 2})
+            assert (several.status_code, several.json()["error"]["param"]) == (400, "n")
+            assert server.post("/v1/completions", {"prompt": "x" * 2**20}).status_code == 429
+        assert server.loop.metrics.rejected._value.get() == 2
+        gate.set()
+        assert [answer.result().status_code for answer in running] == [200] * 3
+    too_long = server.post("/v1/completions", {"prompt": "x" * 2**20}).json()["error"]
+    assert (too_long["param"], too_long["code"]) == ("prompt", "context_length_exceeded")
+    server.settle()
+
+
+def test_nobody_waits_for_a_thread_that_has_ended(
+    start: Start, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(tiny_engine(target))
+    gate = hold(server.engine)
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("not even dropping works")
+
+    monkeypatch.setattr(server.loop, "_report", breaks)
+    monkeypatch.setattr(server.loop, "_drop_all", breaks)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(server.post, "/v1/completions", LONG)
+        wait_for(lambda: len(server.engine.requests) == 1)
+        # these are still on their way to the engine when it breaks
+        late = [pool.submit(server.post, "/v1/completions", LONG | {"stream": stream}) for stream in (False, True)]
+        wait_for(lambda: server.loop.num_open == 3)
+        gate.set()
+        assert first.result().status_code == 500
+        assert "not even dropping works" in first.result().text
+        assert [answer.result().status_code for answer in late] == [500, 500]
+    assert server.post("/v1/completions", LONG).status_code == 500
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert server.loop.num_open == 0
+
+
 def test_drain(start: Start, target: Target) -> None:
     server = start(tiny_engine(target))
     gate = hold(server.engine)

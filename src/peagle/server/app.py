@@ -21,7 +21,7 @@ from peagle.server.asgi import ClientGone, EventStream, Guard, error_response, u
 from peagle.server.engine_loop import EngineLoop
 from peagle.server.errors import ApiError, ErrorBody, bad_request, shutting_down
 from peagle.server.http_metrics import CountRequests
-from peagle.server.prompts import Prompts
+from peagle.server.prompts import Prompts, num_prompts
 from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from peagle.server.sampling import (
     choice_params,
@@ -114,8 +114,9 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
             )
 
     async def generate(body: ChatBody | CompletionBody, request: Request) -> Response:
-        if engine_loop.draining:
-            raise shutting_down()
+        n = body.n or 1
+        # before the work of tokenizing
+        engine_loop.check_room(n * num_prompts(body))
         check_model(body.model)
         chat = isinstance(body, ChatBody)
         max_tokens, max_tokens_field = body.max_tokens, "max_tokens"
@@ -137,7 +138,6 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
                 echo = Echo(*await prompts.echoed(body, token_ids), only=max_tokens == 0)
         for ids in token_ids:
             prompts.check_length(ids, max_tokens, "messages" if chat else "prompt", max_tokens_field)
-        n = body.n or 1
         work = [(ids, choice_params(params, choice, bool(body.stream))) for ids in token_ids for choice in range(n)]
         answer = Answer(
             kind="chat" if chat else "text",

@@ -62,6 +62,8 @@ class EngineLoop:
         self.draining = False
         self.failures = 0  # failed steps in a row
         self._open: dict[str, Job] = {}  # event loop's: submitted, neither finished nor aborted
+        self._adding: set[asyncio.Future[None]] = set()  # event loop's: not in the engine yet
+        self._lost: ApiError | None = None  # event loop's: why the thread has ended
         self._jobs: dict[str, Job] = {}  # thread's: in the engine
         self._unscheduled: list[Job] = []  # thread's: in the engine, not run yet
         self._commands: queue.SimpleQueue[_Add | _Abort | _Fail | _Stop] = queue.SimpleQueue()
@@ -88,27 +90,36 @@ class EngineLoop:
     def healthy(self) -> bool:
         return self._thread.is_alive() and self.failures < FAILURES_UNTIL_UNHEALTHY
 
+    def check_room(self, count: int) -> None:
+        """Raise ApiError (400, 429, 503) when so many requests could not be entered now."""
+        if self.draining:
+            raise shutting_down()
+        if self._lost is not None:
+            raise self._lost
+        if count > self.capacity:
+            raise bad_request("n", f"n times prompts: got {count}, and the server takes {self.capacity} at once")
+        if len(self._open) + count > self.capacity:
+            self.metrics.rejected.inc()
+            raise queue_full(len(self._open), self.capacity)
+
     async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]], n: int = 1) -> Call:
         """Enter all choices of a call, or none; n of them in a row are answers to one prompt.
 
         Raises ApiError (429, 503), InputError from the engine's checks.
         """
-        if self.draining:
-            raise shutting_down()
-        if len(prompts) > self.capacity:
-            raise bad_request("n", f"n times prompts: got {len(prompts)}, and the server takes {self.capacity} at once")
-        if len(self._open) + len(prompts) > self.capacity:
-            self.metrics.rejected.inc()
-            raise queue_full(len(self._open), self.capacity)
+        self.check_room(len(prompts))
         call = Call(self, prompts, n)
         self._open |= {job.request_id: job for job in call.jobs}
         added: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._adding.add(added)
         self._commands.put(_Add(call.jobs, added))
         try:
             await added
         except BaseException:  # a disconnect too
             call.close()
             raise
+        finally:
+            self._adding.discard(added)
         return call
 
     def abort(self, jobs: Sequence[Job]) -> None:
@@ -127,9 +138,23 @@ class EngineLoop:
                 self._open.pop(job.request_id, None)
             job.call.updates.put_nowait(update)
 
+    def _lose(self, error: ApiError) -> None:
+        """The thread has ended of itself: nobody must wait for it."""
+        self._lost = error
+        for added in self._adding:
+            _resolve(added, error)
+        self._hand_out([(job, error) for job in list(self._open.values())])
+
     # on the thread
 
     def _run(self) -> None:
+        try:
+            self._run_steps()
+        except BaseException as error:
+            log.exception("the engine's thread has ended")
+            self._tell(self._lose, engine_failed(error))
+
+    def _run_steps(self) -> None:
         while self._obey(wait=not self.engine.has_unfinished):
             if not self.engine.has_unfinished:
                 continue
@@ -237,7 +262,8 @@ class EngineLoop:
                 metrics.requests.ended(job.times, job.group, prompt, cached, generated, job.params.max_tokens)
             updates.append((job, update))
         metrics.generation_tokens.inc(tokens)
-        metrics.step_tokens.observe(prompt_tokens + tokens)
+        if outputs:
+            metrics.step_tokens.observe(prompt_tokens + tokens)
         if updates:
             self._tell(self._hand_out, updates)
 
