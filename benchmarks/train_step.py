@@ -88,7 +88,7 @@ def check(trainer: Trainer, batch) -> None:  # type: ignore[no-untyped-def]
         trainer.backend = name
         loss = float(trainer.train_pack(batch.packs[0], aux[:n], hidden[:n]).loss)
         found.append((loss, torch.cat([p.grad.flatten() for p in trainer.parameters])))
-        trainer.optimizer.zero_grad(set_to_none=True)
+        trainer.optimizer.zero_grad()
     trainer.backend = backend
     error = float((found[0][1] - found[1][1]).norm() / found[1][1].norm())
     print(f"    {backend} against dense: loss {found[0][0]:.6f} {found[1][0]:.6f}, gradients differ by {error:.2e}")
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace, target: Target, kind: str) -> None:
     timed(
         device, "forward, loss, backward, one pack", 3, lambda: trainer.train_pack(batch.packs[0], aux[:n], hidden[:n])
     )
-    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.optimizer.zero_grad()
     if args.profile:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device == "cuda":

@@ -23,12 +23,20 @@ def _check_positive(name: str, value: object, or_none: bool = False) -> None:
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """vLLM's speculative config. parallel_drafting: True for a P-EAGLE head, False for an EAGLE-3 head, None for
-    whatever the head is; a head of the other kind is refused when it is loaded."""
+    whatever the head is; a head of the other kind is refused when it is loaded.
+
+    rejection_sample_method "synthetic", for benchmarks only, accepts drafts whatever they are, so that what comes out
+    is no text: either by synthetic_acceptance_rates, per position how often it and all before it are accepted, or by
+    synthetic_acceptance_length, the mean number of tokens a step (1 to num_speculative_tokens + 1).
+    """
 
     model: str
     num_speculative_tokens: int
     method: Literal["eagle3"] = "eagle3"
     parallel_drafting: bool | None = None
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         if self.method != "eagle3":
@@ -38,6 +46,51 @@ class SpeculativeConfig:
             raise InputError(f"model: got {self.model!r}, expected a head's folder or Hub id")
         if self.parallel_drafting not in (None, True, False):
             raise InputError(f"parallel_drafting: got {self.parallel_drafting!r}, expected true or false")
+        if self.synthetic_acceptance_rates is not None:
+            object.__setattr__(self, "synthetic_acceptance_rates", tuple(self.synthetic_acceptance_rates))
+        self._check_synthetic()
+
+    def _check_synthetic(self) -> None:
+        method, rates, length = (
+            self.rejection_sample_method,
+            self.synthetic_acceptance_rates,
+            self.synthetic_acceptance_length,
+        )
+        k = self.num_speculative_tokens
+        if method not in ("standard", "synthetic"):
+            raise InputError(f"rejection_sample_method: got {method!r}, expected 'standard' or 'synthetic'")
+        if method == "standard":
+            if rates is not None or length is not None:
+                raise InputError(
+                    "synthetic_acceptance_rates, synthetic_acceptance_length: expected only with "
+                    "rejection_sample_method 'synthetic'"
+                )
+        elif (rates is None) == (length is None):
+            raise InputError(
+                "rejection_sample_method: 'synthetic' needs synthetic_acceptance_rates or synthetic_acceptance_length, "
+                "one of the two"
+            )
+        elif rates is not None:
+            falling = all(a >= b for a, b in zip((1.0, *rates), (*rates, 0.0), strict=True))
+            if len(rates) != k or not falling:
+                raise InputError(
+                    f"synthetic_acceptance_rates: got {list(rates)}, expected {k} numbers from 1 to 0, none above the "
+                    "one before it"
+                )
+        elif length is not None and not 1 <= length <= k + 1:
+            raise InputError(f"synthetic_acceptance_length: got {length}, expected 1 to {k + 1}")
+
+    @property
+    def synthetic_rates(self) -> tuple[float, ...] | None:
+        """Per position how often it and all before it are to be accepted; None for real verification.
+
+        A length becomes the rates of least variance, as in vLLM: whole positions first, then what is left.
+        """
+        if self.rejection_sample_method == "standard" or self.synthetic_acceptance_rates is not None:
+            return self.synthetic_acceptance_rates
+        assert self.synthetic_acceptance_length is not None
+        accepted = self.synthetic_acceptance_length - 1
+        return tuple(min(max(accepted - i, 0.0), 1.0) for i in range(self.num_speculative_tokens))
 
     @property
     def kind(self) -> Literal["p-eagle", "eagle3"] | None:
@@ -83,7 +136,11 @@ class EngineConfig:
     cpu_kv_cache_gib of the host's. seed: of requests that bring none. num_scheduler_steps: decoding steps between two
     looks of the host; more is faster for large batches without speculation, and tokens arrive in bursts. max_logprobs:
     the most logprobs or prompt_logprobs that a request may ask for a token, -1 for no limit. enable_prefix_caching: a
-    prompt's beginning that was computed before, for any request, is not computed again.
+    prompt's beginning that was computed before, for any request, is not computed again. On a GPU: async_scheduling
+    starts a step that only decodes before the host has read the one before it; enforce_eager runs without CUDA graphs;
+    max_cudagraph_capture_size is the most rows (K + 1 a request) of a step that is captured, None for up to 1024, 0 for
+    none.
+    kv_cache_dtype fp8 keeps keys and values of target and drafter in float8 (e4m3, with scale 1): half the memory.
     """
 
     max_model_len: int | None = None
@@ -96,6 +153,10 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     num_scheduler_steps: int = 1
+    async_scheduling: bool = True
+    enforce_eager: bool = False
+    max_cudagraph_capture_size: int | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_logprobs: int = 20
     seed: int = 0
 
@@ -104,6 +165,10 @@ class EngineConfig:
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks"):
             _check_positive(name, getattr(self, name), or_none=True)
+        if self.max_cudagraph_capture_size != 0:
+            _check_positive("max_cudagraph_capture_size", self.max_cudagraph_capture_size, or_none=True)
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            raise InputError(f"kv_cache_dtype: got {self.kv_cache_dtype!r}, expected 'auto' or 'fp8'")
         if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
             raise InputError(f"max_logprobs: got {self.max_logprobs!r}, expected -1 (no limit) or 0 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -158,7 +223,7 @@ class TrainConfig:
     norm_output: bool = False
     train_embeddings: bool = False
     train_lm_head: bool = False
-    init: Literal["target", "random"] = "target"
+    init: str = "target"  # "target", "random", or a head to go on from
     # what it learns
     k_train: int = 8  # depths 0..k_train-1; EAGLE-3 takes `ttt_steps` instead
     keep_rate: float = 0.8  # conditional drop
@@ -172,6 +237,7 @@ class TrainConfig:
     chunk_size: int | Literal["auto"] = "auto"
     loss_rows: int | Literal["auto"] = "auto"
     # optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 4e-4
     min_lr_ratio: float = 0.05
     warmup_steps: int = 100
@@ -203,13 +269,14 @@ class TrainConfig:
     attention: Literal["auto", "dense", "flex"] = "auto"
     compile: Literal["auto", "off"] = "auto"
     loss_kernel: Literal["auto", "compile"] = "auto"
+    state_cache_gib: float = 0.0  # device memory for target states kept from one epoch to the next
 
     # fields that a resumed run may change: they decide when it ends and how it runs, not what it computes
     FREE: ClassVar[frozenset[str]] = frozenset(
         (
             *("output", "resume", "max_steps", "epochs", "max_samples", "max_minutes"),
             *("validate_every", "log_every", "save_every", "save_minutes", "keep_checkpoints", "tensorboard"),
-            *("device", "attention", "compile", "loss_kernel"),
+            *("device", "attention", "compile", "loss_kernel", "state_cache_gib"),
         )
     )
 
@@ -217,15 +284,15 @@ class TrainConfig:
         self.data = (self.data,) if isinstance(self.data, str) else tuple(self.data)
         if self.aux_layer_ids is not None:
             self.aux_layer_ids = tuple(self.aux_layer_ids)
-        for name in ("target", "output"):
+        for name in ("target", "output", "init"):
             if not getattr(self, name):
                 raise InputError(f"{name}: missing, expected a path or name")
         if not self.data or not all(self.data):
             raise InputError("data: missing, expected at least one folder of answers")
         choices: dict[str, tuple[str, ...]] = {
             "kind": ("p-eagle", "eagle3"),
-            "init": ("target", "random"),
             "loss": ("soft", "hard"),
+            "optimizer": ("adamw", "muon"),
             "schedule": ("cosine", "wsd"),
             "resume": ("auto", "never"),
             "dtype": ("auto", "float32", "bfloat16"),
@@ -260,6 +327,7 @@ class TrainConfig:
             "beta1": (0.0, 0.9999999),
             "beta2": (0.0, 0.9999999),
             "weight_decay": (0.0, math.inf),
+            "state_cache_gib": (0.0, math.inf),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
@@ -276,6 +344,11 @@ class TrainConfig:
     def depths(self) -> int:
         """Depths trained, depth 0 included."""
         return self.k_train if self.kind == "p-eagle" else self.ttt_steps
+
+    @property
+    def init_head(self) -> str | None:
+        """The head that the run starts from, where `init` names one."""
+        return None if self.init in ("target", "random") else self.init
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

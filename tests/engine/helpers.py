@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,34 +75,44 @@ def run(
     return requests
 
 
-def replay(engine: Engine, answers: dict[str, list[int]], wrong_after: Sequence[int] | None = None) -> None:
+def replay(
+    engine: Engine,
+    answers: dict[str, list[int]],
+    wrong_after: Sequence[int] | Callable[[int], int] | None = None,
+) -> None:
     """Make the engine draft what the target will say: answers[request_id] is prompt and continuation.
 
-    In the n-th draft of the engine the token after wrong_after[n % len] right ones is wrong; None: all are right. The
-    drafter still runs and fills its cache, only what it proposes is replaced.
+    In the n-th draft of the engine the token after wrong_after[n % len] right ones is wrong, or after wrong_after(the
+    position before the draft); None: all are right. The drafter still runs and fills its cache, only what it proposes
+    is replaced.
     """
     runner = engine.runner
-    store = runner._store_drafts
+    store = runner.lanes.store_drafts
     count = 0
 
     def replaced(drafts: Tensor, num_drafts: Tensor, lane_offset: Tensor, next_position: Tensor) -> None:
         nonlocal count
         by_lane = {request.lane: request for request in engine.scheduler.running}
         for r in range(len(drafts)):
+            if callable(wrong_after) and num_drafts[r] == 0:  # padding of a fixed shape, perhaps
+                continue
             request = by_lane[int(lane_offset[r]) // runner.lanes.width]
             known = answers[request.request_id]
             first = int(next_position[r]) + 1
             right = known[first : first + drafts.shape[1]]
             right += [0] * (drafts.shape[1] - len(right))
             if wrong_after is not None:
-                wrong = wrong_after[count % len(wrong_after)]
-                count += 1
+                if callable(wrong_after):
+                    wrong = wrong_after(first - 1)
+                else:
+                    wrong = wrong_after[count % len(wrong_after)]
+                    count += 1
                 if wrong < len(right):
                     right[wrong] = (right[wrong] + 1) % ASCII
             drafts[r] = torch.tensor(right)
         store(drafts, num_drafts, lane_offset, next_position)
 
-    runner._store_drafts = replaced  # type: ignore[method-assign]
+    runner.lanes.store_drafts = replaced  # type: ignore[method-assign]
 
 
 def assert_same(target: Target, prompt: list[int], reference: list[int], ids: list[int]) -> None:

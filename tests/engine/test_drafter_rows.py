@@ -60,7 +60,7 @@ def record(engine: Engine) -> list[tuple[int, Tensor]]:
     logits: list[Tensor] = []
     drafter = engine.drafter
     assert drafter is not None
-    inner, store = drafter.logits, engine.runner._store_drafts
+    inner, store = drafter.logits, engine.runner.lanes.store_drafts
 
     def logits_kept(normed: Tensor) -> Tensor:
         logits.append(inner(normed))
@@ -73,7 +73,7 @@ def record(engine: Engine) -> list[tuple[int, Tensor]]:
         store(drafts, num_drafts, lane_offset, next_position)
 
     drafter.logits = logits_kept  # type: ignore[method-assign]
-    engine.runner._store_drafts = stored  # type: ignore[method-assign]
+    engine.runner.lanes.store_drafts = stored  # type: ignore[method-assign]
     return steps
 
 

@@ -31,12 +31,15 @@ def head(target: Target, kind: str) -> Any:
     return drafter
 
 
+@pytest.mark.parametrize("settings", [{"enforce_eager": True}, {"async_scheduling": False}, {}])
 @pytest.mark.parametrize("batched_tokens", [16, 1024])
 @pytest.mark.parametrize("k", [1, 5])
 @pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
-def test_drafts_change_nothing(gpu_target: Target, kind: str, k: int, batched_tokens: int) -> None:
-    plain = [r.output_token_ids for r in run(make_engine(gpu_target), SEQUENCES, greedy(ANSWER))]
-    engine = make_engine(gpu_target, head(gpu_target, kind), k, max_num_batched_tokens=batched_tokens)
+def test_drafts_change_nothing(
+    gpu_target: Target, kind: str, k: int, batched_tokens: int, settings: dict[str, Any]
+) -> None:
+    plain = [r.output_token_ids for r in run(make_engine(gpu_target, **settings), SEQUENCES, greedy(ANSWER))]
+    engine = make_engine(gpu_target, head(gpu_target, kind), k, max_num_batched_tokens=batched_tokens, **settings)
     known = {str(i): prompt + answer for i, (prompt, answer) in enumerate(zip(SEQUENCES, plain, strict=True))}
     replay(engine, known, [k, 0, 1, k // 2, k])
     ks = [0, None, None, 1, None, None, None, None]
@@ -54,3 +57,44 @@ def test_seeded_tokens_depend_on_nothing_else(gpu_target: Target) -> None:
     together = run(make_engine(gpu_target, head(gpu_target, "p-eagle"), 4), SEQUENCES, params)
     for prompt, one, other in zip(SEQUENCES, alone, together, strict=True):
         assert_same(gpu_target, prompt, one.output_token_ids, other.output_token_ids)
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
+def test_captured_steps_equal_eager_ones(gpu_target: Target, kind: str, k: int) -> None:
+    """The head's own drafts, greedy and sampled: same tokens, same acceptance, all graphs recorded beforehand."""
+    params = [
+        SamplingParams(max_tokens=ANSWER - 2 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(len(SEQUENCES))
+    ]
+    drafter = head(gpu_target, kind)
+    results = []
+    for eager in (True, False):
+        engine = make_engine(gpu_target, drafter, k, block_size=4, enforce_eager=eager)
+        engine.capture()
+        requests = run(engine, SEQUENCES, params)
+        results.append([(r.output_token_ids, r.metrics) for r in requests])
+    assert engine.runner.decode is not None
+    assert len(engine.runner.decode.graphs) == 2 * len(engine.runner.decode.sizes)
+    for prompt, (expected, _), (ours, _) in zip(SEQUENCES, *results, strict=True):
+        assert_same(gpu_target, prompt, expected, ours)
+    assert [metrics for _, metrics in results[0]] == [metrics for _, metrics in results[1]]
+
+
+def test_nothing_waits_for_the_device_within_a_step(gpu_target: Target) -> None:
+    """Neither in a replayed step nor in an ordinary one, but for fetching what it decided."""
+    engine = make_engine(gpu_target, head(gpu_target, "p-eagle"), 3)
+    for i in range(4):
+        engine.add_request(str(i), SEQUENCES[i], greedy(ANSWER))
+    for _ in range(5):
+        engine.step()
+    assert engine._flight is not None
+    schedule, _ = engine._flight
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ahead = engine.scheduler.repeat(schedule)
+        assert ahead is not None
+        engine.runner.repeat(ahead.plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

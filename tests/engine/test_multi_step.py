@@ -39,7 +39,7 @@ def test_same_tokens_as_single_steps(target, requests, steps, settings):
     expected, _ = run(target, 1, requests, **settings)
     got, engine = run(target, steps, requests, **settings)
     assert got == expected
-    assert engine.runner.multi_step is not None
+    assert engine.runner.decode is not None
 
 
 def test_stop_token_inside_a_burst(target):

@@ -146,7 +146,7 @@ def test_a_conversation_grows(target: Target, plain: list[list[int]], kind: str,
     drain(engine)
     assert first.metrics.num_accepted_tokens > 5
     turn = [*first.token_ids, 3, 1, 4]
-    del engine.runner._store_drafts  # from here on the head's own drafts
+    del engine.runner.lanes.store_drafts  # from here on the head's own drafts
     request, states = prefill(engine, turn, "1")
     # positions up to the one before the last token of the answer were computed
     assert request.num_cached_tokens == (len(first.token_ids) - 1) // BLOCK * BLOCK

@@ -7,7 +7,7 @@ from peagle.target.paged_attention import PagedBatch, paged_attention, write_kv
 
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton")
-from peagle.kernels.paged_attention import paged_attention_triton, write_kv_triton  # noqa: E402
+from peagle.kernels.paged_attention import choose_splits, paged_attention_triton, write_kv_triton  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 
@@ -61,6 +61,49 @@ def test_attention_on_random_lengths(seed):
     q, k, v, batch = ragged(seed, (4, 2), 16, 8, queries, histories)
     expected = paged_attention(q, k, v, batch, 0.25)
     got = paged_attention_triton(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), to_device(batch), 0.25)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [2, 4, 16])
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "sliding_window": 40}, {"softcap": 3.0}])
+def test_split_keys(splits, options):
+    q, k, v, batch = ragged(2, (8, 2), 32, 16, (1, 8, 3, 5), (0, 300, 64, 127))
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.randn(8)}
+    expected = paged_attention(q, k, v, batch, 32**-0.5, **options)
+    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    on_device = (q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), to_device(batch))
+    got = paged_attention_triton(*on_device, 32**-0.5, **moved, num_splits=splits)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_splits_fill_the_card():
+    assert choose_splits(1, 8, 8, 8, 4096, 264) == 16
+    assert choose_splits(8, 8, 8, 8, 4096, 264) == 8
+    assert choose_splits(64, 8, 8, 8, 4096, 264) == 1
+    assert choose_splits(1, 8, 8, 8, 100, 264) == 2
+    assert choose_splits(1, 2048, 8, 8, 4096, 264) == 1
+
+
+def test_float8_cache():
+    """Writing and reading float8, with numbers beyond what it holds."""
+    q, k, v, batch = ragged(1, query_lens=(1, 8, 3, 20))
+    new_k, new_v = torch.randn(32, 2, 32), torch.randn(32, 2, 32) * 3
+    if not CUDA:  # Triton's interpreter rounds to float8 wrongly, so let there be nothing to round
+        new_k, new_v = (x.to(torch.float8_e4m3fn).float() for x in (new_k, new_v))
+    new_k[0, 0, 0], new_v[1, 0, 0] = 1e4, -1e4
+    batch.slot_mapping[:] = torch.randperm(k.shape[0] * k.shape[1])[:32]
+    batch.slot_mapping[5] = -1
+    caches = [x.to(torch.float8_e4m3fn) for x in (k, v)]
+    moved = [x.clone().to(DEVICE) for x in caches]
+    write_kv(new_k, new_v, *caches, batch.slot_mapping)
+    flat = [x.view(-1, 2, 32) for x in moved]
+    write_kv_triton(new_k.to(DEVICE), new_v.to(DEVICE), *flat, batch.slot_mapping.to(DEVICE))
+    for ours, expected in zip(moved, caches, strict=True):
+        assert torch.equal(ours.cpu().view(torch.uint8), expected.view(torch.uint8))
+        assert expected.float().abs().max() == 448
+    expected = paged_attention(q, *caches, batch, 32**-0.5)
+    got = paged_attention_triton(q.to(DEVICE), *moved, to_device(batch), 32**-0.5)
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -11,10 +11,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from peagle.config import TrainConfig
+from peagle.drafter.checkpoint import load_drafter, save_drafter
 from peagle.errors import InputError
 from peagle.target import Target
 from peagle.training.draft_vocab import choose_draft_vocab
 from peagle.training.init import choose_mask_token, new_drafter
+from peagle.training.init_from_head import mask_token_of
 from peagle.training.precision import ComputeCopy
 
 from .helpers import HIDDEN, tiny_drafter, tiny_target
@@ -171,3 +173,20 @@ def test_config_from_file_and_flags(tmp_path: Path) -> None:
         TrainConfig.from_sources(file, {})
     with pytest.raises(InputError, match="output: missing"):
         TrainConfig.from_sources(None, {"target": "t", "data": ("d",)})
+
+
+def test_a_run_can_start_from_a_head(tmp_path: Path) -> None:
+    target = tiny_target()
+    head = new_drafter(config(init="random", seed=5), target, 63, None)[0]
+    save_drafter(head, tmp_path / "head", target_name="t")
+    settings = config(init=str(tmp_path / "head"))
+    assert mask_token_of(settings.init) == 63
+    drafter, remarks = new_drafter(settings, target, 63, None)
+    assert remarks[-1].startswith("init: copied the head")
+    saved = load_drafter(tmp_path / "head", dtype=torch.float32).state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in drafter.state_dict().items())
+    assert all(p.requires_grad for p in drafter.parameters())
+    with pytest.raises(InputError, match=r"init: .*num_hidden_layers: 1, the head has 2"):
+        new_drafter(config(init=str(tmp_path / "head"), layers=1), target, 63, None)
+    with pytest.raises(InputError, match="nowhere"):
+        new_drafter(config(init=str(tmp_path / "nowhere")), target, 63, None)

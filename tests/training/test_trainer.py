@@ -101,10 +101,11 @@ def test_head_overfits_a_few_answers(tmp_path: Path, kind: str, loss: str) -> No
     assert min(accuracy) > 0.9, accuracy
 
 
-def test_resume_gives_the_same_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_gives_the_same_losses(tmp_path: Path, optimizer: str) -> None:
     target, answers = tiny_target(), listed_answers(40)
-    train_on(config(tmp_path / "whole", log_every=2), target, answers, say=quiet)
-    part = config(tmp_path / "part", log_every=2, max_steps=12, save_every=5)
+    train_on(config(tmp_path / "whole", log_every=2, optimizer=optimizer), target, answers, say=quiet)
+    part = config(tmp_path / "part", log_every=2, max_steps=12, save_every=5, optimizer=optimizer)
     # a crash: an exception out of the middle of a step, after the checkpoint of step 5
     from peagle.training import trainer
 

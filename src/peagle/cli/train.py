@@ -56,7 +56,9 @@ def train(
     norm_output: Annotated[bool | None, typer.Option(help="EAGLE-3 feeds the normed output back.")] = None,
     train_embeddings: Annotated[bool | None, typer.Option(help="Own, trained embeddings [share the target's].")] = None,
     train_lm_head: Annotated[bool | None, typer.Option(help="Own, trained LM head [share the target's].")] = None,
-    init: Annotated[str | None, typer.Option(help="target (copy its last layers, default) or random.")] = None,
+    init: Annotated[
+        str | None, typer.Option(help="target (copy its last layers, default), random, or a head to go on from.")
+    ] = None,
     k_train: Annotated[int | None, typer.Option(help="Depths a P-EAGLE head learns, depth 0 included [8].")] = None,
     keep_rate: Annotated[
         float | None, typer.Option(help="Chance that a depth is kept after the one before [0.8].")
@@ -73,6 +75,9 @@ def train(
     packs_per_step: Annotated[int | None, typer.Option(help="Packs of an optimizer step [4].")] = None,
     chunk_size: Annotated[str | None, typer.Option(help="Anchors whose graph is held at a time, or auto.")] = None,
     loss_rows: Annotated[str | None, typer.Option(help="Rows whose logits are held at a time, or auto.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw (default), or muon for the matrices and AdamW for the rest.")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate [4e-4].")] = None,
     min_lr_ratio: Annotated[float | None, typer.Option(help="Final learning rate over the peak [0.05].")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up [100, at most a tenth].")] = None,
@@ -83,7 +88,7 @@ def train(
     ema_decay: Annotated[
         float | None, typer.Option(help="Write the moving average of the weights, such as 0.999 [off].")
     ] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="AdamW's, on matrices [0.01].")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="On matrices [0.01].")] = None,
     grad_clip: Annotated[float | None, typer.Option(help="Largest gradient norm [1.0].")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order, chains and the validation split [0].")] = None,
     max_steps: Annotated[int | None, typer.Option(help="End after so many steps.")] = None,
@@ -107,6 +112,9 @@ def train(
     attention: Annotated[str | None, typer.Option(help="auto (flex on a GPU), dense or flex.")] = None,
     compile: Annotated[str | None, typer.Option(help="auto (on a GPU) or off.")] = None,
     loss_kernel: Annotated[str | None, typer.Option(help="auto (Triton on a GPU) or compile (torch.compile).")] = None,
+    state_cache_gib: Annotated[
+        float | None, typer.Option(help="Device memory for target states kept between epochs [0].")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be trained, and stop.")] = False,
 ) -> None:
     """Train a P-EAGLE or EAGLE-3 head for TARGET on the answers in DATA.

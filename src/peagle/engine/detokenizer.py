@@ -35,6 +35,8 @@ class Detokenizer:
         include_stop: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        # Transformers' decode around it takes several times as long, and it is called for every token
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.stop = tuple(stop)
         self.skip_special_tokens = skip_special_tokens
         self.include_stop = include_stop
@@ -48,6 +50,8 @@ class Detokenizer:
         self._searched = 0
 
     def _decode(self, ids: list[int]) -> str:
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=self.skip_special_tokens))
         return str(
             self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False)
         )

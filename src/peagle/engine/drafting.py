@@ -1,4 +1,8 @@
-"""The drafter's side of a step: K drafts a request, in one pass (P-EAGLE) or K passes (EAGLE-3)."""
+"""The drafter's side of a step: K drafts a request, in one pass (P-EAGLE) or K passes (EAGLE-3).
+
+On a GPU every shape is known before the step runs, padding included, so that nothing waits for the device and a step
+can be captured. On the CPU rows that nobody needs are left out instead.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
+from peagle.engine.fused_drafter import FusedDrafter
 from peagle.engine.sampler import argmax_rows
 from peagle.kernels.draft_batch import (
     PADDING_SLOT_ID,
@@ -48,21 +53,37 @@ def new_drafter_cache(drafter: Drafter, num_blocks: int, block_size: int, dtype:
 class DraftPass:
     """A bound drafter with its KV cache; `propose` gives K drafts a request."""
 
-    def __init__(self, drafter: Drafter, num_drafts: int, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        num_drafts: int,
+        num_blocks: int,
+        block_size: int,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self.drafter = drafter
         self.num_drafts = num_drafts
         self.block_size = block_size
         self.parallel = drafter.config.kind == "p-eagle"
         self.scale = drafter.config.head_dim**-0.5
-        self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, drafter.fc.weight.dtype)
+        self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, cache_dtype or drafter.fc.weight.dtype)
+        self.fused = FusedDrafter(drafter) if drafter.fc.weight.is_cuda else None
         self.mask_state = drafter.mask_state() if self.parallel else None
 
-    def propose(self, target: PagedBatch, verified: Verified) -> Tensor:
+    def propose(self, target: PagedBatch, verified: Verified, fixed_shape: bool = False) -> Tensor:
         """Drafts [R, K] in the target's vocabulary; only each request's first `num_drafts` mean anything.
 
-        Also enters the accepted rows into the drafter's cache, over the MTP rows that stood there.
+        Also enters the accepted rows into the drafter's cache, over the MTP rows that stood there. fixed_shape: keep
+        padding on the CPU too, as it is on a GPU.
         """
-        expand = expand_draft_batch_on_host if verified.token_ids.device.type == "cpu" else expand_draft_batch
+        fixed_shape = fixed_shape or verified.token_ids.is_cuda
+        expand, copy_hidden = expand_draft_batch_on_host, copy_hidden_states
+        if verified.token_ids.is_cuda:
+            from peagle.kernels.draft_batch_triton import copy_hidden_states_triton, expand_draft_batch_triton
+
+            expand, copy_hidden = expand_draft_batch_triton, copy_hidden_states_triton
+        elif fixed_shape:
+            expand = expand_draft_batch
         batch = expand(
             verified.token_ids,
             target.positions,
@@ -76,13 +97,11 @@ class DraftPass:
             self.num_drafts - 1 if self.parallel else 0,
             self.drafter.config.mask_token_id or 0,
         )
-        hidden = copy_hidden_states(
-            self.drafter.combine(verified.aux), self.mask_state, batch.hidden_rows, batch.is_masked
-        )
+        hidden = copy_hidden(self.drafter.combine(verified.aux), self.mask_state, batch.hidden_rows, batch.is_masked)
         normed, feedback = self._run(batch, hidden, target)
         if self.parallel:
-            return self._choose(normed, batch.sample_rows, verified.num_drafts)
-        return self._continue(normed, feedback, batch, target, verified.num_drafts)
+            return self._choose(normed, batch.sample_rows, verified.num_drafts, fixed_shape)
+        return self._continue(normed, feedback, batch, target, verified.num_drafts, fixed_shape)
 
     def _run(self, batch: DraftBatch, hidden: Tensor, target: PagedBatch) -> tuple[Tensor, Tensor]:
         mask_rows = batch.sample_rows.shape[1] - 1
@@ -101,14 +120,17 @@ class DraftPass:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend_paged(q, k, v, self.kv_cache[layer], paged, self.scale)
 
-        return self.drafter(self.drafter.embed(token_ids), hidden, paged.positions, attend)
+        embeds = self.drafter.embed(token_ids)
+        if self.fused is not None:
+            return self.fused(embeds, hidden, paged.positions, self.kv_cache, paged)
+        return self.drafter(embeds, hidden, paged.positions, attend)
 
     def _argmax(self, normed: Tensor) -> Tensor:
         return self.drafter.to_target_ids(argmax_rows(self.drafter.logits(normed)))
 
-    def _choose(self, normed: Tensor, rows: Tensor, num_drafts: Tensor) -> Tensor:
-        """The argmax of rows [R, D] of normed, [R, D]; on the CPU only of rows that are wanted."""
-        if normed.device.type != "cpu" or int(num_drafts.min()) >= rows.shape[1]:
+    def _choose(self, normed: Tensor, rows: Tensor, num_drafts: Tensor, fixed_shape: bool) -> Tensor:
+        """The argmax of rows [R, D] of normed, [R, D]; without a fixed shape only of rows that are wanted."""
+        if fixed_shape or int(num_drafts.min()) >= rows.shape[1]:
             return self._argmax(normed[rows.flatten()]).view(rows.shape)
         wanted = torch.arange(rows.shape[1]) < num_drafts[:, None]
         drafts = torch.zeros_like(rows)
@@ -117,28 +139,34 @@ class DraftPass:
         return drafts
 
     def _continue(
-        self, normed: Tensor, feedback: Tensor, batch: DraftBatch, target: PagedBatch, num_drafts: Tensor
+        self,
+        normed: Tensor,
+        feedback: Tensor,
+        batch: DraftBatch,
+        target: PagedBatch,
+        num_drafts: Tensor,
+        fixed_shape: bool,
     ) -> Tensor:
         """EAGLE-3: from the anchors' rows on, one row a request and pass, each fed the output of the one before."""
         anchors = batch.sample_rows[:, 0]
         drafts = torch.zeros(len(anchors), self.num_drafts, dtype=torch.int64, device=normed.device)
-        drafts[:, :1] = self._choose(normed, batch.sample_rows, num_drafts)
-        members = torch.arange(len(anchors), device=normed.device)
-        passes = self.num_drafts
-        if normed.device.type == "cpu":  # leave out requests that want no further draft
+        drafts[:, :1] = self._choose(normed, batch.sample_rows, num_drafts, fixed_shape)
+        members: Tensor | slice = slice(None)
+        passes, tables = self.num_drafts, target.block_tables
+        if not fixed_shape:  # leave out requests that want no further draft
             members = (num_drafts > 1).nonzero()[:, 0]
-            passes = int(num_drafts.max())
+            passes, tables = int(num_drafts.max()), tables[members]
+        anchors, token = anchors[members], drafts[members, 0]
         # where every pass's rows stand, [passes, members]
         depth = torch.arange(passes, device=normed.device)[:, None]
-        positions = batch.positions[anchors[members]] + depth
+        positions = batch.positions[anchors] + depth
         wanted = depth < num_drafts[members]
         positions = torch.where(wanted, positions, 0)
-        tables = target.block_tables[members]
         blocks = tables.gather(1, (positions // self.block_size).T).T.long()
         slots = torch.where(wanted, blocks * self.block_size + positions % self.block_size, PADDING_SLOT_ID)
         context_lens = (positions + 1).int()
-        query_start = torch.arange(len(members) + 1, dtype=torch.int32, device=normed.device)
-        hidden, token = feedback[anchors[members]], drafts[members, 0]
+        query_start = torch.arange(len(anchors) + 1, dtype=torch.int32, device=normed.device)
+        hidden = feedback[anchors]
         for i in range(1, passes):
             context = target.max_context_len + i
             paged = PagedBatch(positions[i], query_start, context_lens[i], tables, slots[i], 1, context)

@@ -6,23 +6,26 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from peagle.config import EngineConfig
 from peagle.drafter.model import Drafter
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.kv_cache import BlockManager
-from peagle.engine.memory import fit_model_len, num_kv_blocks
+from peagle.engine.memory import cache_dtype, fit_model_len, num_kv_blocks
 from peagle.engine.outputs import Logprob, PositionLogprobs, StepOutput
 from peagle.engine.plan import StepResult, TokenLogprobs
 from peagle.engine.request import Request, Status
-from peagle.engine.runner import Runner
+from peagle.engine.runner import Launched, Runner
 from peagle.engine.sampling_params import MAX_SEED, SamplingParams
 from peagle.engine.scheduler import Schedule, Scheduler
-from peagle.engine.stats import EngineStats
+from peagle.engine.stats import EngineStats, SpecMetrics
 from peagle.errors import InputError
 from peagle.target.model import Target
 
 log = logging.getLogger(__name__)
+
+MAX_CAPTURED_ROWS = 1024  # unless the config says otherwise
 
 
 def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
@@ -39,9 +42,19 @@ def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
         )
 
 
+def captured_rows(config: EngineConfig, device: torch.device, num_speculative_tokens: int) -> int:
+    """The most target rows of a step that runs in fixed shapes, as CUDA graphs; 0: none does."""
+    if config.enforce_eager or (device.type != "cuda" and config.num_scheduler_steps == 1):
+        return 0
+    if config.max_cudagraph_capture_size is not None:
+        return config.max_cudagraph_capture_size
+    return min(config.max_num_seqs * (num_speculative_tokens + 1), MAX_CAPTURED_ROWS)
+
+
 class Engine:
     """Continuous batching over one target and, if given, one bound drafter with `num_speculative_tokens` drafts.
 
+    synthetic_rates: for benchmarks only, accept drafts by chance and not by what they are (SpeculativeConfig).
     Raises InputError for settings that do not fit together or into memory.
     """
 
@@ -51,6 +64,7 @@ class Engine:
         drafter: Drafter | None = None,
         num_speculative_tokens: int = 0,
         config: EngineConfig | None = None,
+        synthetic_rates: tuple[float, ...] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.target = target
@@ -100,9 +114,20 @@ class Engine:
             config.max_num_seqs,
             self.max_model_len,
             steps,
+            captured_rows(config, target.device, num_speculative_tokens),
+            synthetic_rates,
+            cache_dtype(target, config),
         )
-        self.stats = EngineStats()
+        self.synthetic = synthetic_rates is not None
+        if self.synthetic:
+            log.warning(
+                "SYNTHETIC ACCEPTANCE: drafts are accepted by chance (rates %s), whatever they are. The output is no "
+                "text of the model; use this for benchmarks only",
+                ", ".join(f"{rate:g}" for rate in synthetic_rates or ()),
+            )
+        self.stats = EngineStats(synthetic=self.synthetic)
         self.requests: dict[str, Request] = {}
+        self._flight: tuple[Schedule, Launched] | None = None  # a step that runs ahead of the host
         self._decoded: dict[int, str] = {}  # token ids that logprobs have been reported of
         self._seeds = np.random.default_rng(config.seed)
 
@@ -143,6 +168,7 @@ class Engine:
             eos_token_ids=self.target.eos_token_ids,
             seed=params.seed if params.seed is not None else int(self._seeds.integers(MAX_SEED)),
             stream_text=stream_text,
+            metrics=SpecMetrics(synthetic=self.synthetic),
             num_logprobs=self._num_logprobs("logprobs", params.logprobs),
             num_prompt_logprobs=self._num_logprobs("prompt_logprobs", params.prompt_logprobs),
         )
@@ -228,21 +254,39 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one step; what it added to each request that got tokens. An empty list when there is nothing to do."""
-        schedule = self.scheduler.schedule()
-        self.stats.num_preemptions += len(schedule.preempted)
-        self.stats.prefix_cache_queries += schedule.cache_queries
-        self.stats.prefix_cache_hits += schedule.cache_hits
-        if not schedule.requests:
-            return []
-        result = self.runner.execute(schedule.plan)
+        flight, self._flight = self._flight, None
+        if flight is not None and all(request.status is Status.FINISHED for request in flight[0].requests):
+            flight = None  # nobody is left who would want its tokens
+        if flight is None:
+            schedule = self.scheduler.schedule()
+            self.stats.num_preemptions += len(schedule.preempted)
+            self.stats.prefix_cache_queries += schedule.cache_queries
+            self.stats.prefix_cache_hits += schedule.cache_hits
+            if not schedule.requests:
+                return []
+            flight = schedule, self.runner.launch(schedule.plan)
+        schedule, launched = flight
+        if self.config.async_scheduling and launched.repeatable:
+            # the device goes on while the host reads this step; tokens behind a request's end are dropped
+            ahead = self.scheduler.repeat(schedule)
+            if ahead is not None:
+                self._flight = ahead, self.runner.repeat(ahead.plan)
         self.stats.num_steps += 1
-        return self._advance(schedule, result)
+        return self._advance(schedule, launched.wait())
+
+    def capture(self) -> None:
+        """On a GPU record the CUDA graphs of all batch sizes now; without this each is recorded when it first runs."""
+        self.runner.capture()
 
     def _advance(self, schedule: Schedule, result: StepResult) -> list[StepOutput]:
+        if schedule.ahead:
+            self.scheduler.catch_up(schedule)
         plan = schedule.plan
         outputs: list[StepOutput] = []
         finished: list[Request] = []
         for i, request in enumerate(schedule.requests):
+            if request.status is Status.FINISHED:  # ended or aborted while the step ran
+                continue
             computed = plan.starts[i] + plan.query_lens[i]
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs += [self._named(report) for report in result.prompt_logprobs.get(i, ())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from peagle.engine.plan import LaneSetup, StepPlan
 
@@ -54,6 +55,16 @@ class Lanes:
             self._set(setup)
         for lane, first, blocks in plan.new_blocks:
             self.block_tables[lane, first : first + len(blocks)] = blocks
+
+    def store_drafts(self, drafts: Tensor, num_drafts: Tensor, lane_offset: Tensor, next_position: Tensor) -> None:
+        """Write the drafts [R, K] of lanes that begin at lane_offset [R] behind the next token, at next_position [R].
+
+        Those beyond num_drafts [R] go to the buffer's unused last column, because in an unfinished prompt real tokens
+        stand there.
+        """
+        depth = torch.arange(drafts.shape[1], device=drafts.device)
+        column = torch.where(depth < num_drafts[:, None], next_position[:, None] + 1 + depth, self.width - 1)
+        self.flat_tokens[lane_offset[:, None] + column] = drafts.int()
 
     def _set(self, setup: LaneSetup) -> None:
         lane, ids = setup.lane, setup.token_ids

@@ -13,6 +13,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
+from peagle.target.fused import fuse_decoder_layers
 from peagle.target.loading import load_target
 from peagle.target.model import Target
 
@@ -23,8 +24,18 @@ def prepare_for_inference(target: Target) -> None:
     On a CPU in float32 the linears get packed weights and drop their own: such a target cannot be saved or trained.
     """
     fuse_rms_norms(target.model)
+    if target.device.type == "cuda":
+        fuse_decoder_layers(target)
     if target.device.type == "cpu" and target.dtype == torch.float32:
         pack_linears(target.model, keep=(target.model.get_output_embeddings(),))
+
+
+def prepare_drafter(drafter: Drafter, target: Target) -> Drafter:
+    """Bind a head to its target and make it ready for inference in place, as `prepare_for_inference` does."""
+    drafter.bind(target.embed_weight, target.lm_head_weight, target.model.get_output_embeddings())
+    if target.device.type == "cpu" and target.dtype == torch.float32:
+        pack_linears(drafter, keep=tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None))
+    return drafter.requires_grad_(False)
 
 
 def load_bound_drafter(target: Target, speculative: SpeculativeConfig) -> Drafter:
@@ -33,10 +44,7 @@ def load_bound_drafter(target: Target, speculative: SpeculativeConfig) -> Drafte
     check_fits(
         drafter.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )
-    drafter.bind(target.embed_weight, target.lm_head_weight, target.model.get_output_embeddings())
-    if target.device.type == "cpu" and target.dtype == torch.float32:
-        pack_linears(drafter, keep=tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None))
-    return drafter.requires_grad_(False)
+    return prepare_drafter(drafter, target)
 
 
 def load_engine(
@@ -56,4 +64,4 @@ def load_engine(
     if speculative is None:
         return Engine(target, config=config)
     drafter = load_bound_drafter(target, speculative)
-    return Engine(target, drafter, speculative.num_speculative_tokens, config)
+    return Engine(target, drafter, speculative.num_speculative_tokens, config, speculative.synthetic_rates)

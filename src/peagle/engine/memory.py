@@ -10,13 +10,23 @@ from peagle.errors import InputError
 from peagle.target.model import Target
 
 
-def bytes_per_block(target: Target, drafter: Drafter | None, block_size: int) -> int:
+def cache_dtype(target: Target, config: EngineConfig) -> torch.dtype:
+    """What keys and values are kept in, the drafter's too. Raises InputError where the device cannot."""
+    if config.kv_cache_dtype == "auto":
+        return target.dtype
+    if target.device.type == "cuda" and torch.cuda.get_device_capability(target.device) < (8, 9):
+        name = torch.cuda.get_device_name(target.device)
+        raise InputError(f"kv_cache_dtype: got 'fp8', which {name} does not have, expected 'auto'")
+    return torch.float8_e4m3fn
+
+
+def bytes_per_block(target: Target, drafter: Drafter | None, block_size: int, dtype: torch.dtype) -> int:
     """Keys and values of one block over all layers of target and drafter."""
-    values = target.num_layers * target.num_key_value_heads * target.head_dim * target.dtype.itemsize
+    values = target.num_layers * target.num_key_value_heads * target.head_dim
     if drafter is not None:
         c = drafter.config
-        values += c.num_hidden_layers * c.num_key_value_heads * c.head_dim * drafter.fc.weight.dtype.itemsize
-    return 2 * block_size * values
+        values += c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    return 2 * block_size * values * dtype.itemsize
 
 
 def activation_bytes(target: Target, config: EngineConfig, max_num_batched_tokens: int, rows_per_request: int) -> int:
@@ -38,7 +48,7 @@ def num_kv_blocks(
     """The number of blocks to allocate, at most what max_num_seqs requests of max_model_len tokens could fill."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    per_block = bytes_per_block(target, drafter, config.block_size)
+    per_block = bytes_per_block(target, drafter, config.block_size, cache_dtype(target, config))
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     if target.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(target.device)

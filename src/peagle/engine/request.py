@@ -85,18 +85,26 @@ class Request:
             tokens.append(token)
             may_stop = len(tokens) - self.num_prompt >= params.min_tokens
             if may_stop and token in self.stop_ids:
-                stop_reason = token if token in (params.stop_token_ids or ()) else None
+                self._show(new[: kept - 1])
                 if self.detokenizer is not None and params.include_stop_str_in_output:
                     self.detokenizer.push([token], may_stop=False)
-                self.finish("stop", stop_reason)
+                self.finish("stop", token if token in (params.stop_token_ids or ()) else None)
                 return kept
-            if self.detokenizer is not None and (stop := self.detokenizer.push([token], may_stop)) is not None:
+            each = self.detokenizer if params.stop_strings else None
+            if each is not None and (stop := each.push([token], may_stop)) is not None:
                 self.finish("stop", stop)
                 return kept
             if len(tokens) >= self.max_total_tokens:
+                self._show(new[:kept])
                 self.finish("length")
                 return kept
+        self._show(new)
         return len(new)
+
+    def _show(self, new: list[int]) -> None:
+        """Turn tokens into text, all at once: only stop strings need to know which token brings what."""
+        if new and self.detokenizer is not None and not self.params.stop_strings:
+            self.detokenizer.push(new)
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         self.status = Status.FINISHED

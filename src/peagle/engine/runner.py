@@ -5,25 +5,39 @@ Knows lanes, positions and token ids, but no requests: when a request stops, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
 from peagle.engine.adjust import adjust
+from peagle.engine.decode_step import DecodeStep
 from peagle.engine.drafting import DraftPass, Verified
 from peagle.engine.lanes import Lanes
 from peagle.engine.logprobs import ReportRows, pack_logprobs, unpack_logprobs
-from peagle.engine.multi_step import MultiStep
 from peagle.engine.plan import StepPlan, StepResult
 from peagle.engine.sampler import choose
 from peagle.engine.step_inputs import StepInputs, build_step_inputs
-from peagle.engine.verification import verify
+from peagle.engine.verification import accepts_anything, conditional_rates, verify
 from peagle.target.model import Target
 
 
+@dataclass(slots=True)
+class Launched:
+    """A step on its way. wait: what it decided, when the device has; repeatable: `Runner.repeat` can follow."""
+
+    wait: Callable[[], StepResult]
+    repeatable: bool
+
+
 class Runner:
-    """`execute` runs one step of a plan. Without a drafter every step is plain decoding, by the same code."""
+    """`launch` starts one step of a plan. Without a drafter every step is plain decoding, by the same code.
+
+    Steps that only decode run in fixed shapes (`decode`, on a GPU), all others in the shape that their rows have.
+    """
 
     def __init__(
         self,
@@ -35,37 +49,75 @@ class Runner:
         max_num_seqs: int,
         max_model_len: int,
         num_scheduler_steps: int = 1,
+        max_captured_rows: int = 0,
+        synthetic_rates: tuple[float, ...] | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
+        """max_captured_rows: the most target rows of a batch that runs in fixed shapes; 0: none does. synthetic_rates:
+        SpeculativeConfig's, for benchmarks. cache_dtype: of keys and values; None: the target's."""
         self.target = target
         self.device = target.device
         self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
         self.aux_layer_ids = drafter.config.aux_hidden_state_layer_ids if drafter is not None else ()
         self.lanes = Lanes(max_num_seqs, max_model_len, block_size, self.num_speculative_tokens, self.device)
-        self.kv_cache = target.new_kv_cache(num_blocks, block_size)
-        self.multi_step: MultiStep | None = None
-        if drafter is None and num_scheduler_steps > 1:
-            self.multi_step = MultiStep(target, self.kv_cache, self.lanes, num_scheduler_steps, max_model_len)
+        self.kv_cache = target.new_kv_cache(num_blocks, block_size, cache_dtype)
         self.draft_pass: DraftPass | None = None
         if drafter is not None:
             with torch.inference_mode():
-                self.draft_pass = DraftPass(drafter, num_speculative_tokens, num_blocks, block_size)
+                self.draft_pass = DraftPass(drafter, num_speculative_tokens, num_blocks, block_size, cache_dtype)
+        self.synthetic_rates = None if synthetic_rates is None else conditional_rates(synthetic_rates, self.device)
+        self.num_scheduler_steps = num_scheduler_steps
+        self.decode: DecodeStep | None = None
+        if max_captured_rows > 0:
+            with torch.inference_mode():
+                self.decode = DecodeStep(
+                    target,
+                    self.draft_pass,
+                    self.kv_cache,
+                    self.lanes,
+                    self.num_speculative_tokens,
+                    max_captured_rows,
+                    max_model_len,
+                    self.synthetic_rates,
+                )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and fetch what it decided, the one time that the host waits for the device."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step. Only one that `decode` runs as a whole returns before the device is done."""
         self.lanes.apply(plan)
-        if self.multi_step is None:
-            return self._execute(plan)
-        burst = self.multi_step.fits(plan)
+        found = self.decode.fits(plan) if self.decode is not None else []
+        if self.decode is not None and len(found) == len(plan.lanes):
+            return Launched(self.decode.launch(plan, self.num_scheduler_steps), True)
+        if self.decode is None or self.num_scheduler_steps == 1:
+            found = []
+        result = self._execute_parts(plan, found) if found else self._execute(plan)
+        return Launched(lambda: result, False)
+
+    @torch.inference_mode()
+    def repeat(self, plan: StepPlan) -> Launched:
+        """Start the last launch's step once more, which must have been `repeatable`, for the same lanes; of the plan
+        only its new blocks count."""
+        assert self.decode is not None
+        self.lanes.apply(plan)
+        return Launched(self.decode.repeat(plan, self.num_scheduler_steps), True)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Record every CUDA graph now, so that no request has to wait for it."""
+        if self.decode is not None and self.device.type == "cuda":
+            self.decode.capture_all()
+
+    def _execute_parts(self, plan: StepPlan, burst: list[int]) -> StepResult:
+        """Several decoding steps for the requests of `burst`, one step for the rest."""
+        assert self.decode is not None
         rest = sorted(set(range(len(plan.lanes))) - set(burst))
         result = StepResult([[]] * len(plan.lanes), [0] * len(plan.lanes), [0] * len(plan.lanes))
-        for index, run in ((rest, self._execute), (burst, self.multi_step.execute)):
-            if index:
-                part = run(plan.part(index))
-                for i, tokens, accepted in zip(index, part.tokens, part.num_accepted, strict=True):
-                    result.tokens[i], result.num_accepted[i] = tokens, accepted
-                result.logprobs |= {index[i]: rows for i, rows in part.logprobs.items()}
-                result.prompt_logprobs |= {index[i]: rows for i, rows in part.prompt_logprobs.items()}
+        first = self._execute(plan.part(rest))
+        for index, part in ((rest, first), (burst, self.decode.launch(plan.part(burst), self.num_scheduler_steps)())):
+            for i, tokens, accepted in zip(index, part.tokens, part.num_accepted, strict=True):
+                result.tokens[i], result.num_accepted[i] = tokens, accepted
+            result.logprobs |= {index[i]: rows for i, rows in part.logprobs.items()}
+            result.prompt_logprobs |= {index[i]: rows for i, rows in part.prompt_logprobs.items()}
         return result
 
     def _execute(self, plan: StepPlan) -> StepResult:
@@ -100,7 +152,7 @@ class Runner:
                 inputs.max_drafts > 0,
             )
             drafts = self.draft_pass.propose(inputs.batch, verified)
-            self._store_drafts(drafts, num_drafts, inputs.lane_offset, next_position)
+            self.lanes.store_drafts(drafts, num_drafts, inputs.lane_offset, next_position)
         decided = torch.cat((tokens, num_accepted[:, None], num_drafts[:, None]), dim=1)
         if packed:
             return self._with_logprobs(decided, packed, inputs)
@@ -138,7 +190,10 @@ class Runner:
             return in_place[:, None].expand(-1, self.num_speculative_tokens + 1), none, in_place
         tokens, num_accepted = choices[inputs.choice_index], none
         if inputs.any_drafts:
-            tokens, num_accepted = verify(tokens, token_ids[inputs.draft_rows], inputs.num_drafts)
+            accepted = None
+            if self.synthetic_rates is not None:
+                accepted = accepts_anything(self.synthetic_rates, inputs.seed, inputs.ends - inputs.num_drafts - 1)
+            tokens, num_accepted = verify(tokens, token_ids[inputs.draft_rows], inputs.num_drafts, accepted)
         next_token = tokens.gather(1, num_accepted[:, None])[:, 0]
         return tokens, num_accepted, torch.where(inputs.samples, next_token, in_place)
 
@@ -164,10 +219,3 @@ class Runner:
     @staticmethod
     def _report(logits: Tensor, tokens: Tensor, report: ReportRows) -> Tensor:
         return pack_logprobs(logits, tokens, int(report.num_top.max()))
-
-    def _store_drafts(self, drafts: Tensor, num_drafts: Tensor, lane_offset: Tensor, next_position: Tensor) -> None:
-        """Write the drafts behind the next token; those not wanted go to the buffer's unused last column, because in
-        an unfinished prompt real tokens stand there."""
-        depth = torch.arange(drafts.shape[1], device=drafts.device)
-        column = torch.where(depth < num_drafts[:, None], next_position[:, None] + 1 + depth, self.lanes.width - 1)
-        self.lanes.flat_tokens[lane_offset[:, None] + column] = drafts.int()

@@ -25,7 +25,8 @@ class Schedule:
     """The requests of a step, in the order of the plan's lists, and those that had to give way to them.
 
     report_rows: how many rows requests that ask for prompt_logprobs may still run. cache_queries, cache_hits: tokens of
-    requests that start, and how many of them the prefix cache had.
+    requests that start, and how many of them the prefix cache had. ahead: it was planned before the step before it had
+    a result, so that where its rows begin is filled in later.
     """
 
     requests: list[Request]
@@ -34,6 +35,7 @@ class Schedule:
     report_rows: int
     cache_queries: int = 0
     cache_hits: int = 0
+    ahead: bool = False
 
 
 def lane_setup(request: Request) -> LaneSetup:
@@ -120,6 +122,33 @@ class Scheduler:
                 budget -= self._plan(request, schedule, budget)
         return schedule
 
+    def repeat(self, before: Schedule) -> Schedule | None:
+        """The requests of `before`, which only decode and whose step has no result yet, once more.
+
+        None when the next step might be another: requests came or went, or blocks or rows would run out.
+        """
+        requests = before.requests
+        if requests != self.running or (self.waiting and len(self.running) < self.max_num_seqs):
+            return None
+        if sum(1 + request.num_speculative_tokens for request in requests) > self.max_num_batched_tokens:
+            return None
+        size = self.blocks.block_size
+        needed = (-(-self._coverage(r, ahead=True) // size) - len(r.block_table) for r in requests)
+        if sum(max(blocks, 0) for blocks in needed) > self.blocks.num_free:
+            return None
+        schedule = Schedule(list(requests), StepPlan(lanes=list(before.plan.lanes)), [], 0, ahead=True)
+        for request in requests:
+            self._grow(request, schedule, ahead=True)
+        return schedule
+
+    def catch_up(self, schedule: Schedule) -> None:
+        """Fill in the rows of a schedule made ahead, once the step before it is known and has advanced its requests."""
+        plan = schedule.plan
+        plan.starts = [request.num_computed for request in schedule.requests]
+        plan.num_drafts = [request.num_drafts for request in schedule.requests]
+        plan.query_lens = [1 + request.num_drafts for request in schedule.requests]
+        plan.samples = [True] * len(schedule.requests)
+
     def _plan(self, request: Request, schedule: Schedule, budget: int) -> int:
         """Enter a request's rows into the plan; returns how many."""
         plan = schedule.plan
@@ -138,16 +167,20 @@ class Scheduler:
         plan.samples.append(samples)
         return rows + drafts
 
-    def _coverage(self, request: Request) -> int:
-        """How many positions the next step can touch.
+    def _coverage(self, request: Request, ahead: bool = False) -> int:
+        """How many positions the next step can touch, or with `ahead` the one after it.
 
         Verification reaches the last standing draft. The drafter's rows begin one position before the token that
         verification adds, so with all drafts accepted its K - 1 further rows (MTP slots, or EAGLE-3's own passes) end
         K - 1 positions behind that draft. Near its length limit a request drafts less and touches nothing beyond.
         Without drafts a plan may decode several tokens.
         """
-        lookahead = max(request.num_speculative_tokens, self.num_steps) - 1
-        return min(len(request.token_ids) + request.num_drafts + lookahead, request.max_total_tokens)
+        k = request.num_speculative_tokens
+        lookahead = max(k, self.num_steps) - 1
+        known = len(request.token_ids) + request.num_drafts
+        if ahead:  # every draft may be accepted, and as many as possible follow
+            known += self.num_steps + k
+        return min(known + lookahead, request.max_total_tokens)
 
     def _find_cached(self, request: Request) -> list[int]:
         """Blocks that the request need not compute. What a prompt's logprobs are made of is in no cache."""
@@ -170,9 +203,9 @@ class Scheduler:
             self.blocks.cache(request.block_table[i], request.block_keys[i])
         request.num_keyed_blocks = full
 
-    def _grow(self, request: Request, schedule: Schedule, cached: Sequence[int] = ()) -> bool:
+    def _grow(self, request: Request, schedule: Schedule, cached: Sequence[int] = (), ahead: bool = False) -> bool:
         known = len(request.block_table)
-        added = self.blocks.grow(request.block_table, self._coverage(request), cached)
+        added = self.blocks.grow(request.block_table, self._coverage(request, ahead), cached)
         if added is None:
             return False
         if added:

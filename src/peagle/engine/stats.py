@@ -14,7 +14,7 @@ class SpecMetrics:
     """What became of the drafts. One "draft" is one verification step with at least one draft token.
 
     accepted_per_pos[i] counts drafts whose first i+1 tokens were all accepted, drafts_per_pos[i] those that had so many
-    (a request near its length limit drafts less).
+    (a request near its length limit drafts less). synthetic: drafts were accepted by chance, for a benchmark.
     """
 
     num_drafts: int = 0
@@ -22,6 +22,7 @@ class SpecMetrics:
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     drafts_per_pos: list[int] = field(default_factory=list)
+    synthetic: bool = False
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count one verification step."""
@@ -40,6 +41,7 @@ class SpecMetrics:
 
     def merge(self, other: SpecMetrics) -> None:
         """Add another request's counts."""
+        self.synthetic |= other.synthetic
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
@@ -72,7 +74,7 @@ class EngineStats:
     """Totals since the engine started (or since `reset`).
 
     prefix_cache_queries, prefix_cache_hits: tokens of requests that started, and how many of them were cached (vLLM's
-    metrics of these names).
+    metrics of these names). synthetic: drafts are accepted by chance, for a benchmark.
     """
 
     spec: SpecMetrics = field(default_factory=SpecMetrics)
@@ -83,6 +85,10 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    synthetic: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec.synthetic = self.synthetic
 
     def reset(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(synthetic=self.synthetic)  # type: ignore[misc]

@@ -28,7 +28,8 @@ class StepInputs:
     token_index [T]: where each row's token is in the flat token buffer. logit_rows [N]. choice_index [R, K+1]: which
     logits row chooses the token after the request's j-th verified row (repeating its last). draft_rows [R, K]: the row
     whose token is the j-th draft. lane_offset [R]: start of the lane in the flat token buffer. ends [R]: position
-    behind the last row. num_drafts, samples [R] as in the plan, max_drafts, max_total [R] as in Lanes. sampling: the
+    behind the last row. num_drafts, samples [R] as in the plan, max_drafts, max_total, seed [R] as in
+    Lanes. sampling: the
     rows that do not take the argmax. adjustments: what changes the logits first. report, prompt_report: the rows whose
     distribution is asked for. All three are None when no request needs them. The any_* are known on the host and spare
     the runner a question to the device.
@@ -46,6 +47,7 @@ class StepInputs:
     samples: Tensor
     max_drafts: Tensor
     max_total: Tensor
+    seed: Tensor
     sampling: list[SamplingRows]
     adjustments: Adjustments | None
     report: ReportRows | None
@@ -125,6 +127,7 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
         moved_samples,
         max_drafts,
         max_total,
+        seed,
     ) = to_device(
         [
             positions,
@@ -139,6 +142,7 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
             samples.astype(np.int64),
             lanes.max_drafts[lane],
             lanes.max_total[lane],
+            lanes.seed[lane],
         ],
         device,
     )
@@ -156,6 +160,7 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
         samples=moved_samples.bool(),
         max_drafts=max_drafts,
         max_total=max_total,
+        seed=seed,
         sampling=_sampling_rows(lanes, logit_lane, chosen_position, device),
         adjustments=_adjustments(lanes, logit_lane, chosen_position, device),
         report=report,

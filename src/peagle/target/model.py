@@ -202,7 +202,7 @@ class Target:
         positions: Tensor,
         batch: PagedBatch,
         kv_cache: KVCache,
-        logit_rows: Tensor | None = None,
+        logit_rows: Tensor | slice | None = None,
         aux_layer_ids: Sequence[int] = (),
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run T flat rows (token_ids, positions [T]) over the paged cache, writing their keys and values.

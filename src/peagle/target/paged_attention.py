@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+
 KVCache = list[tuple[Tensor, Tensor]]  # per layer: K and V, each [num_blocks, block_size, Hkv, D]
 
 
@@ -36,7 +38,10 @@ class PagedBatch:
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k and v [T, Hkv, D] into their slots; rows whose slot is -1 write nothing."""
+    """Write k and v [T, Hkv, D] into their slots; rows whose slot is -1 write nothing.
+
+    A cache in float8 holds numbers up to 448, and larger ones as that.
+    """
     flat_k, flat_v = k_cache.view(-1, *k.shape[1:]), v_cache.view(-1, *v.shape[1:])
     if k.is_cuda:  # no boolean indexing: its result's size would have to be read back
         from peagle.kernels.paged_attention import write_kv_triton
@@ -46,8 +51,17 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if bool((slot_mapping < 0).any()):
         kept = slot_mapping >= 0
         k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
-    flat_k.index_copy_(0, slot_mapping, k.to(flat_k.dtype))
-    flat_v.index_copy_(0, slot_mapping, v.to(flat_v.dtype))
+    for flat, x in ((flat_k, k), (flat_v, v)):
+        if flat.dtype is FP8:  # PyTorch moves float8 about only as bytes
+            flat, x = flat.view(torch.uint8), x.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+        flat.index_copy_(0, slot_mapping, x.to(flat.dtype))
+
+
+def _read(cache: Tensor, blocks: slice | Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """The first `count` positions of blocks, [count, Hkv, D]."""
+    if cache.dtype is FP8:
+        return cache.view(torch.uint8)[blocks].flatten(0, 1)[:count].view(FP8).to(dtype)
+    return cache[blocks].flatten(0, 1)[:count].to(dtype)
 
 
 @dataclass
@@ -111,8 +125,8 @@ def paged_attention(
     for request in _view(batch, k_cache.shape[1]):
         query = q[request.rows]
         n = len(query)
-        k = k_cache[request.blocks].flatten(0, 1)[: request.context].to(q.dtype)  # [context, Hkv, D]
-        v = v_cache[request.blocks].flatten(0, 1)[: request.context].to(q.dtype)
+        k = _read(k_cache, request.blocks, request.context, q.dtype)  # [context, Hkv, D]
+        v = _read(v_cache, request.blocks, request.context, q.dtype)
         mask = _mask(request, batch, sliding_window, q.dtype)
         if n > 64 and sinks is None and not softcap:  # a prefill: never hold all of its scores
             result = F.scaled_dot_product_attention(
@@ -154,6 +168,19 @@ def attend_paged(
 ) -> Tensor:
     """Write this step's keys and values, then attend: one layer's attention in the engine, on any device."""
     write_kv(k, v, *cache, batch.slot_mapping)
+    return attend_written(q, cache, batch, scale, sliding_window, sinks, softcap)
+
+
+def attend_written(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    batch: PagedBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention over a cache that holds this step's keys and values already."""
     if q.is_cuda:
         from peagle.kernels.paged_attention import paged_attention_triton
 

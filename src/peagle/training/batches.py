@@ -20,6 +20,7 @@ from peagle.errors import InputError
 from peagle.training.chunks import Chunk, make_chunk, pin, round_up, scale_weights, to_device
 from peagle.training.loops import repeating
 from peagle.training.rows import build_rows
+from peagle.training.state_cache import Placed
 
 WINDOW = 1024  # documents packed together; larger packs tighter, smaller mixes better
 
@@ -188,6 +189,7 @@ class StepBatch:
     step: int
     packs: list[list[Chunk]]
     groups: list[EncodeGroup]
+    placed: tuple[Placed, ...]  # this process's documents in the packs
     documents: int
     tokens: int
     rows: int  # supervised rows
@@ -241,6 +243,7 @@ class BatchMaker:
         n = self.pack_length
         chunks: list[list[Chunk]] = []
         spans: list[tuple[np.ndarray, int]] = []  # (ids, place in the packs laid end to end)
+        placed: list[Placed] = []
         tokens_total = 0
         loops = np.zeros((len(packs), n), dtype=bool) if find_loops else None
         for number, documents in enumerate(packs):
@@ -257,6 +260,7 @@ class BatchMaker:
                 end = at + len(ids)
                 tokens[at:end], answers[at:end], doc_ids[at:end] = ids, mask, order
                 spans.append((ids, place + at))
+                placed.append(Placed(document, place + at, len(ids)))
                 if loops is not None:
                     loops[number, at:end] = repeating(ids)
                 at = end
@@ -297,6 +301,7 @@ class BatchMaker:
             step=step,
             packs=scaled,
             groups=self._groups(spans),
+            placed=tuple(placed),
             documents=sum(len(pack) for pack in packs),
             tokens=tokens_total,
             rows=sum(chunk.loss.count for pack in scaled for chunk in pack),

@@ -14,6 +14,7 @@ from peagle.drafter.model import Drafter
 from peagle.errors import InputError
 from peagle.target.model import Target
 from peagle.training.draft_vocab import DraftVocab
+from peagle.training.init_from_head import copy_head
 
 NOISE = 0.02  # standard deviation of random weights
 PLAIN_LLAMA = ("llama", "mistral", "smollm3")  # layers whose weights mean the same in a drafter layer
@@ -100,7 +101,8 @@ def new_drafter(
     """A drafter with its first weights in float32 on the target's device, not bound yet; and remarks to print.
 
     Deterministic in `config.seed`. Own embeddings and LM head begin as the target's where the width allows it; they are
-    trained only when `train_embeddings` / `train_lm_head` say so (or nothing else could make them useful).
+    trained only when `train_embeddings` / `train_lm_head` say so (or nothing else could make them useful). An `init`
+    that names a head gives its weights to all of them.
     """
     remarks: list[str] = []
     with torch.random.fork_rng(devices=[]):
@@ -118,6 +120,8 @@ def new_drafter(
         if drafter.lm_head is not None and same_width:
             rows = target.lm_head_weight.cpu()
             drafter.lm_head.weight.copy_(rows if vocab is None else rows[vocab.target_ids])
+    if config.init_head is not None:
+        remarks.append(copy_head(drafter, config.init_head))
     if drafter.embed_tokens is not None:
         drafter.embed_tokens.weight.requires_grad_(config.train_embeddings or not same_width)
     if drafter.lm_head is not None:

@@ -39,17 +39,20 @@ from peagle.training.eagle3 import step_weights
 from peagle.training.encode import encode_packs
 from peagle.training.fuse import fuse_elementwise, unfuse
 from peagle.training.init import choose_mask_token, new_drafter
+from peagle.training.init_from_head import mask_token_of
 from peagle.training.logs import MetricsLog, write_json
 from peagle.training.losses import LossKernel, LossSettings, head_loss
 from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows, peak_memory
+from peagle.training.optimizer import Optimizer
 from peagle.training.partition import PassResult, train_pack
 from peagle.training.plots import plot_run
 from peagle.training.precision import ComputeCopy
+from peagle.training.state_cache import StateCache
 from peagle.training.validate import Validation, validate
 
 ALONE = World()
 ENCODE_BYTES = 2 << 30  # auxiliary and hidden states of the packs that are encoded together
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,10 @@ class Trainer:
 
         scan = scan_answers(answers, config.pack_length, target.vocab_size)
         say(f"data: {scan.summary()}")
-        mask_token = None if stepwise else choose_mask_token(target, scan.seen, config.mask_token_id)
+        wanted = config.mask_token_id
+        if wanted is None and config.init_head is not None:
+            wanted = mask_token_of(config.init_head)
+        mask_token = None if stepwise else choose_mask_token(target, scan.seen, wanted)
         vocab = None
         if config.draft_vocab_size is not None and config.draft_vocab_size != target.vocab_size:
             vocab = choose_draft_vocab(answers.token_counts(target.vocab_size), config.draft_vocab_size)
@@ -206,15 +212,9 @@ class Trainer:
             fuse_elementwise(self.copy.compute)
         self.mark: Callable[[str], None] = lambda _name: None  # a benchmark puts `timing.Marks` here
         self.parameters = [p for p in self.drafter.parameters() if p.requires_grad]
-        decay = [p for p in self.parameters if p.dim() == 2]  # not norms, not mask_hidden
-        rest = [p for p in self.parameters if p.dim() != 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            fused=cuda,
-        )
+        self.optimizer = Optimizer(self.drafter, config, fused=cuda)
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
+        self.states = StateCache(int(config.state_cache_gib * 2**30))
         self.stats = torch.zeros(3, config.depths, dtype=torch.float64, device=self.device)  # since the last log
         self.log_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.log_steps = self.log_tokens = 0
@@ -516,7 +516,11 @@ class Trainer:
         together = count * per_pack <= ENCODE_BYTES
         ids = self.drafter.config.aux_hidden_state_layer_ids
         if together and count:
-            aux, hidden = encode_packs(self.target, batch.groups, count * n, ids, self.dtype)
+            states = self.states.get(batch.placed, count * n)
+            if states is None:
+                states = encode_packs(self.target, batch.groups, count * n, ids, self.dtype)
+                self.states.put(batch.placed, *states)
+            aux, hidden = states
             self.mark("target forward")
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, chunks in enumerate(batch.packs):
@@ -532,10 +536,8 @@ class Trainer:
             loss += result.loss.double()
         self.log_loss += self.world.mean_gradients(self.parameters, loss, batch.weight if batch.rows else 0.0)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(lr)
+        self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update(self.step)
         self.copy.refresh()

@@ -131,7 +131,7 @@ def interpreter_of(script: str) -> str | None:
 def parse_settings(value: str | Mapping[str, Any] | SpeculativeConfig) -> dict[str, Any]:
     """vLLM's speculative config as a dict; only what this package needs of it is checked, the rest is vLLM's."""
     if isinstance(value, SpeculativeConfig):
-        return {key: content for key, content in asdict(value).items() if content is not None}
+        return {key: content for key, content in asdict(value).items() if content not in (None, "standard")}
     settings = speculative_settings(value)
     ours = ("model", "num_speculative_tokens", "method", "parallel_drafting")
     checked = SpeculativeConfig.parse({key: settings[key] for key in ours if key in settings})

@@ -1,0 +1,271 @@
+"""A decoding step in tensors of fixed shape: B requests of K + 1 rows, on a GPU one CUDA graph a batch size.
+
+A batch that only decodes needs nothing from the host between two steps: which tokens are verified, how many were
+accepted and what is drafted next is all decided on the device, from the token buffer and a few numbers a request. So
+the whole step (target, choice, verification, expansion, drafter) is recorded once and replayed, and the host may launch
+the next one before it has read what this one decided. A request that drafts less has rows without a slot; shapes never
+change. K = 0 is plain decoding. The same functions run unrecorded on the CPU, which is how they are tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from peagle.engine.drafting import DraftPass, Verified
+from peagle.engine.graphs import Graphs, capture_sizes
+from peagle.engine.lanes import Lanes
+from peagle.engine.plan import StepPlan, StepResult
+from peagle.engine.sampler import argmax_rows, invert_cdf, sample_filtered, uniform
+from peagle.engine.step_inputs import to_device
+from peagle.engine.verification import accepts_anything, verify
+from peagle.target.model import Target
+from peagle.target.paged_attention import KVCache, PagedBatch
+
+
+@dataclass(slots=True)
+class DecodeBatch:
+    """Device state of B requests, some of them padding (end 0).
+
+    Rows of numbers [7, B] int64, and by name: position (of the last token, the first row to run), num_drafts (standing
+    behind it), max_drafts, end (prompt and output never exceed it), seed, lane_offset (in the flat token buffer),
+    top_k (0: off). Rows of settings [3, B] float32: temperature (0: greedy), top_p, min_p. block_tables
+    [B, max_blocks] and query_start [B + 1] int32. result [B, K + 3]: the last step's tokens, how many drafts were
+    accepted, how many stand now.
+    """
+
+    numbers: Tensor
+    settings: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    result: Tensor
+    position: Tensor
+    num_drafts: Tensor
+    max_drafts: Tensor
+    end: Tensor
+    seed: Tensor
+    lane_offset: Tensor
+    top_k: Tensor
+
+
+# How a batch's tokens are chosen, one graph each: by argmax alone, by temperature, by top-k, top-p and min-p too.
+GREEDY, SAMPLED, FILTERED = 0, 1, 2
+
+
+class DecodeStep:
+    """Runs plans that only decode; `fits` says which requests of a plan do.
+
+    max_rows: the most target rows, K + 1 a request, of a batch; larger ones do not fit. synthetic_rates: see
+    `accepts_anything`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft_pass: DraftPass | None,
+        kv_cache: KVCache,
+        lanes: Lanes,
+        num_drafts: int,
+        max_rows: int,
+        max_model_len: int,
+        synthetic_rates: Tensor | None = None,
+    ) -> None:
+        self.target, self.draft_pass, self.kv_cache, self.lanes = target, draft_pass, kv_cache, lanes
+        self.k, self.max_model_len, self.synthetic_rates = num_drafts, max_model_len, synthetic_rates
+        self.aux_layer_ids = draft_pass.drafter.config.aux_hidden_state_layer_ids if draft_pass is not None else ()
+        self.sizes = capture_sizes(len(lanes.block_tables), max_rows // (num_drafts + 1))
+        self.graphs = Graphs()
+        self._batches: dict[int, DecodeBatch] = {}
+        self._current: tuple[NDArray[np.int64], DecodeBatch, int] | None = None  # lanes, batch, way of choosing
+
+    def fits(self, plan: StepPlan) -> list[int]:
+        """The requests of the plan that can be run: they decode, and nothing changes their logits or reports them."""
+        lanes, lane = self.lanes, np.array(plan.lanes)
+        decodes = np.array(plan.samples) & (np.array(plan.query_lens) == 1 + np.array(plan.num_drafts))
+        adjusted = lanes.biased[lane] | lanes.penalised[lane]
+        reported = lanes.num_logprobs[lane] >= 0
+        banned = np.array(plan.starts) + 1 < lanes.ban_until[lane]
+        found = np.flatnonzero(decodes & ~adjusted & ~reported & ~banned).tolist()
+        if not self.sizes or len(found) > self.sizes[-1] or (self.k and not lanes.max_drafts[lane[found]].any()):
+            return []
+        return found
+
+    def launch(self, plan: StepPlan, num_steps: int = 1) -> Callable[[], StepResult]:
+        """Start num_steps decoding steps (several only without drafts); call what it returns to wait for the result.
+
+        Tokens of several steps read like a run of accepted drafts.
+        """
+        lane = np.array(plan.lanes)
+        size = next(size for size in self.sizes if size >= len(lane))
+        batch = self._load(plan, lane, size)
+        sampled = self.lanes.temperature[lane] > 0
+        way = FILTERED if (sampled & self.lanes.filtered[lane]).any() else SAMPLED if sampled.any() else GREEDY
+        self._current = lane, batch, way
+        return self._run(num_steps)
+
+    def repeat(self, plan: StepPlan, num_steps: int = 1) -> Callable[[], StepResult]:
+        """As `launch` for the requests of the last launch, going on from what its steps will have left."""
+        assert self._current is not None
+        lane, batch, _ = self._current
+        if plan.new_blocks:
+            row_of = {int(name): row for row, name in enumerate(lane)}
+            entries = [
+                (row_of[name], first + i, block)
+                for name, first, blocks in plan.new_blocks
+                for i, block in enumerate(blocks)
+            ]
+            rows, columns, blocks = to_device(list(np.array(entries, dtype=np.int64).T), batch.block_tables.device)
+            batch.block_tables[rows, columns] = blocks.int()
+        return self._run(num_steps)
+
+    def capture_all(self) -> None:
+        """Record the graphs of every batch size now, the largest first, instead of when they are first needed."""
+        for size in reversed(self.sizes):
+            batch = self._batch(size)
+            batch.numbers.zero_()
+            for way in (GREEDY, SAMPLED):  # top-k and top-p need much memory for large batches: when first needed
+                for _ in range(2):  # the second run records
+                    self._advance_fast(batch, way)
+
+    def _run(self, num_steps: int) -> Callable[[], StepResult]:
+        assert self._current is not None
+        lane, batch, way = self._current
+        fetched = []
+        for _ in range(num_steps):
+            self._advance_fast(batch, way)
+            fetched.append(_fetch(batch.result, len(lane)))
+
+        def wait() -> StepResult:
+            steps = [fetch() for fetch in fetched]
+            if num_steps == 1:
+                rows = steps[0].tolist()
+                return StepResult([row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows])
+            tokens = np.concatenate([step[:, :1] for step in steps], axis=1).tolist()
+            return StepResult(tokens, [num_steps - 1] * len(lane), [0] * len(lane))
+
+        return wait
+
+    def _batch(self, size: int) -> DecodeBatch:
+        if size not in self._batches:
+            device, width = self.target.device, self.lanes.block_tables.shape[1]
+            numbers = torch.zeros(7, size, dtype=torch.int64, device=device)
+            self._batches[size] = DecodeBatch(
+                numbers,
+                torch.zeros(3, size, dtype=torch.float32, device=device),
+                torch.zeros(size, width, dtype=torch.int32, device=device),
+                torch.arange(size + 1, dtype=torch.int32, device=device) * (self.k + 1),
+                torch.zeros(size, self.k + 3, dtype=torch.int64, device=device),
+                *numbers,
+            )
+        return self._batches[size]
+
+    def _load(self, plan: StepPlan, lane: NDArray[np.int64], size: int) -> DecodeBatch:
+        batch, lanes, n = self._batch(size), self.lanes, len(lane)
+        numbers = np.zeros((7, size), dtype=np.int64)
+        numbers[:, :n] = (
+            plan.starts,
+            plan.num_drafts,
+            lanes.max_drafts[lane],
+            lanes.max_total[lane],
+            lanes.seed[lane],
+            lane * lanes.width,
+            lanes.top_k[lane],
+        )
+        settings = np.zeros((3, size), dtype=np.float32)
+        settings[:, :n] = lanes.temperature[lane], lanes.top_p[lane], lanes.min_p[lane]
+        device = batch.numbers.device
+        (moved,), (moved_settings,) = to_device([numbers], device), to_device([settings], device)
+        (tables,) = to_device([lanes.block_tables[lane]], device)
+        batch.numbers.copy_(moved)
+        batch.settings.copy_(moved_settings)
+        batch.block_tables[:n].copy_(tables)
+        return batch
+
+    def _advance_fast(self, batch: DecodeBatch, way: int) -> None:
+        if batch.result.is_cuda:
+            self.graphs.run((len(batch.result), way), lambda: self._advance(batch, way))
+        else:
+            self._advance(batch, way)
+
+    def _advance(self, batch: DecodeBatch, way: int) -> None:
+        """One step of the whole batch, on the device alone."""
+        lanes, size, k = self.lanes, len(batch.result), self.k
+        runs = batch.position + 1 < batch.end  # else it has all its tokens already, and the host will hear of it soon
+        depth = torch.arange(k + 1, device=runs.device)
+        live = runs[:, None] & (depth <= batch.num_drafts[:, None])
+        positions = torch.where(live, batch.position[:, None] + depth, 0)
+        token_ids = lanes.flat_tokens[batch.lane_offset[:, None] + positions].long()
+        blocks = batch.block_tables.gather(1, positions // lanes.block_size).long()
+        slots = torch.where(live, blocks * lanes.block_size + positions % lanes.block_size, -1)
+        paged = PagedBatch(
+            positions.flatten(),
+            batch.query_start,
+            (positions.amax(dim=1) + 1).int(),
+            batch.block_tables,
+            slots.flatten(),
+            k + 1,
+            self.max_model_len,
+        )
+        logits, aux = self.target.forward_paged(
+            token_ids.flatten(), paged.positions, paged, self.kv_cache, slice(None), self.aux_layer_ids
+        )
+        assert logits is not None
+        choices = self._choose(logits, batch, positions, way).view(size, k + 1)
+        accepted = None
+        if self.synthetic_rates is not None:
+            accepted = accepts_anything(self.synthetic_rates, batch.seed, batch.position)
+        tokens, num_accepted = verify(choices, token_ids[:, 1:], torch.where(runs, batch.num_drafts, 0), accepted)
+        next_token = tokens.gather(1, num_accepted[:, None])[:, 0]
+        next_position = torch.where(runs, batch.position + 1 + num_accepted, batch.position)
+        column = torch.where(runs, next_position, lanes.width - 1)
+        lanes.flat_tokens[batch.lane_offset + column] = next_token.int()
+        room = torch.minimum(batch.max_drafts, batch.end - next_position - 2).clamp_(min=0)
+        if self.draft_pass is not None:
+            assert aux is not None
+            takes_part = runs & (batch.max_drafts > 0)
+            verified = Verified(token_ids.flatten(), aux, next_token, k - num_accepted, room, takes_part)
+            drafts = self.draft_pass.propose(paged, verified, fixed_shape=True)
+            lanes.store_drafts(drafts, room, batch.lane_offset, next_position)
+        batch.result.copy_(torch.cat((tokens, num_accepted[:, None], room[:, None]), dim=1))
+        batch.position.copy_(next_position)
+        batch.num_drafts.copy_(room)
+
+    def _choose(self, logits: Tensor, batch: DecodeBatch, positions: Tensor, way: int) -> Tensor:
+        """The target's choice of every row, as `sampler.choose` makes it: [B * (K + 1)]."""
+        choices = argmax_rows(logits)
+        if way == GREEDY:
+            return choices
+
+        def rows(setting: Tensor) -> Tensor:
+            return setting[:, None].expand(positions.shape).flatten()
+
+        temperature, top_p, min_p = map(rows, batch.settings)
+        top_k, noise = rows(batch.top_k), uniform(rows(batch.seed), positions.flatten() + 1)
+        scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        drawn = invert_cdf(scaled.softmax(dim=-1), noise)
+        if way == FILTERED:
+            filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+            drawn = torch.where(filtered, sample_filtered(scaled, top_k, top_p, noise, min_p), drawn)
+        return torch.where(temperature > 0, drawn, choices)
+
+
+def _fetch(result: Tensor, count: int) -> Callable[[], NDArray[np.int64]]:
+    """Start copying the first rows of a step's result to the host; call what it returns to wait for them."""
+    if not result.is_cuda:
+        rows = result[:count].numpy().copy()
+        return lambda: rows
+    pinned = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    pinned.copy_(result, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> NDArray[np.int64]:
+        arrived.synchronize()
+        return pinned[:count].numpy()
+
+    return wait

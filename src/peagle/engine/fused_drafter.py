@@ -1,0 +1,62 @@
+"""The drafter's layers as `fused_layer` runs them on a GPU: `Drafter.forward`, over the paged cache it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.drafter.model import Drafter
+from peagle.kernels.fused_layer import LayerWeights, join_linears, run_layer
+from peagle.target.paged_attention import KVCache, PagedBatch
+
+
+def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
+    config, attention, mlp = drafter.config, layer.self_attn, layer.mlp
+    qkv, bias = join_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+    gate_up, _ = join_linears([mlp.gate_proj, mlp.up_proj])
+    return LayerWeights(
+        qkv=qkv,
+        qkv_bias=bias,
+        o=attention.o_proj.weight,
+        o_bias=attention.o_proj.bias,
+        gate_up=gate_up,
+        down=mlp.down_proj.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        q_norm=None,
+        k_norm=None,
+        eps=config.rms_norm_eps,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+    )
+
+
+class FusedDrafter:
+    """A drafter's layers with their weights joined (the drafter's own linears become views of them)."""
+
+    @torch.no_grad()
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.layers: list[Any] = list(drafter.layers)
+        self.weights = [_weights(layer, drafter) for layer in self.layers]
+
+    def __call__(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, kv_cache: KVCache, batch: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """As `Drafter.forward`: embeds, hidden [T, H], positions [T] -> (normed, feedback) [T, H]."""
+        drafter = self.drafter
+        cos, sin = drafter.rotary(hidden, positions[None])
+        for layer, weights, cache in zip(self.layers, self.weights, kv_cache, strict=True):
+            residual = hidden
+            if layer.layer == 0:
+                normed = layer.hidden_norm(hidden)
+                residual = normed if layer.norm_before_residual else hidden
+                x = torch.cat((layer.input_layernorm(embeds), normed), dim=-1)
+            else:
+                x = layer.input_layernorm(hidden)
+            hidden = run_layer(x, residual, weights, cos[0], sin[0], cache, batch)
+        normed = drafter.norm(hidden)
+        return normed, normed if drafter.config.norm_output else hidden

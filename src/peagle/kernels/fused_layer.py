@@ -1,0 +1,129 @@
+"""A Llama-like decoder layer in nine launches: what target and drafter run on a GPU.
+
+A decoding step is bound by reading weights, and the rest of it by starting kernels: Transformers' layer starts about
+thirty, most of them over a few rows. Here q, k and v are one product, gate and up another; RoPE (with Qwen3's norms of
+q and k before it) and the write to the KV cache are one kernel, as are the sum with the residual and the norm behind
+it. Each Triton kernel (`fused_layer_triton`) has its PyTorch twin here, which is what the CPU runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peagle.target.paged_attention import PagedBatch, attend_written, write_kv
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer. qkv [(Hq + 2 Hkv) * D, H_in] with its bias or None; o [H, Hq * D] with its bias or None; gate_up
+    [2 I, H]; down [H, I]; post_norm [H]; q_norm, k_norm [D] or None. eps: of all norms."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+
+
+def join_linears(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of linears over the same input as one; theirs become views of it, so that nothing is stored
+    twice and they can be used as before."""
+    sizes = [linear.out_features for linear in linears]
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    bias = None
+    if linears[0].bias is not None:
+        bias = torch.cat([linear.bias.detach() for linear in linears])
+    for i, (linear, part) in enumerate(zip(linears, weight.split(sizes), strict=True)):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.split(sizes)[i], requires_grad=False)
+    return weight, bias
+
+
+def run_layer(
+    x: Tensor,
+    residual: Tensor,
+    weights: LayerWeights,
+    cos: Tensor,
+    sin: Tensor,
+    cache: tuple[Tensor, Tensor],
+    batch: PagedBatch,
+) -> Tensor:
+    """Attention of x [T, H_in] (normed) over the cache, which gets its keys and values, then the MLP: the layer's
+    output [T, H]. residual [T, H] is left as it is; cos and sin [T, D]."""
+    qkv = F.linear(x, weights.qkv, weights.qkv_bias)
+    q = rope_and_write(qkv, cos, sin, weights, cache, batch.slot_mapping)
+    out = attend_written(q, cache, batch, weights.scale, weights.sliding_window)
+    out = F.linear(out.reshape(len(out), -1), weights.o, weights.o_bias)
+    hidden, normed = add_rms_norm(out, residual, weights.post_norm, weights.eps)
+    return hidden.addmm_(silu_and_mul(F.linear(normed, weights.gate_up)), weights.down.t())
+
+
+def rope_and_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, weights: LayerWeights, cache: tuple[Tensor, Tensor], slot_mapping: Tensor
+) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; keys (likewise) and values go to their slots.
+
+    q may share qkv's memory.
+    """
+    if qkv.is_cuda:
+        from peagle.kernels.fused_layer_triton import rope_and_write_triton
+
+        return rope_and_write_triton(qkv, cos, sin, weights, cache, slot_mapping)
+    return rope_and_write_torch(qkv, cos, sin, weights, cache, slot_mapping)
+
+
+def rope_and_write_torch(
+    qkv: Tensor, cos: Tensor, sin: Tensor, weights: LayerWeights, cache: tuple[Tensor, Tensor], slot_mapping: Tensor
+) -> Tensor:
+    heads = qkv.view(len(qkv), -1, weights.head_dim).float()
+    q, k, v = heads.split((weights.num_heads, weights.num_kv_heads, weights.num_kv_heads), dim=1)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q = F.rms_norm(q, (weights.head_dim,), weights.q_norm.float(), weights.eps)
+        k = F.rms_norm(k, (weights.head_dim,), weights.k_norm.float(), weights.eps)
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    q, k = (x * cos + torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) * sin for x in (q, k))
+    write_kv(k.to(qkv.dtype), v.to(qkv.dtype), *cache, slot_mapping)
+    return q.to(qkv.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + residual and its RMS norm, both [T, H]."""
+    if x.is_cuda:
+        from peagle.kernels.fused_layer_triton import add_rms_norm_triton
+
+        return add_rms_norm_triton(x, residual, weight, eps)
+    return add_rms_norm_torch(x, residual, weight, eps)
+
+
+def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """[T, 2 I] -> silu(first half) * second half, [T, I]."""
+    if x.is_cuda:
+        from peagle.kernels.fused_layer_triton import silu_and_mul_triton
+
+        return silu_and_mul_triton(x)
+    return silu_and_mul_torch(x)
+
+
+def silu_and_mul_torch(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(x.dtype)

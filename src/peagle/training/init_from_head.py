@@ -1,0 +1,38 @@
+"""Start a run from the weights of a head that exists: to train it longer, or on other data."""
+
+from __future__ import annotations
+
+import torch
+
+from peagle.drafter.checkpoint import load_drafter, read_config, resolve_head
+from peagle.drafter.model import Drafter
+from peagle.errors import InputError
+
+FREE = ("dtype", "k_train", "max_position_embeddings")  # may differ: no weight depends on them
+
+
+def mask_token_of(path: str) -> int | None:
+    """The mask token that a head was trained with; its row of the embeddings has no meaning to keep, its id does."""
+    return read_config(resolve_head(path)).mask_token_id
+
+
+@torch.no_grad()
+def copy_head(drafter: Drafter, path: str) -> str:
+    """Copy every weight of the head at `path` (folder or Hub id) into `drafter`; returns what was done.
+
+    Raises InputError, listing every difference, when the head is not of the drafter's kind and dimensions.
+    """
+    head = load_drafter(path, kind=drafter.config.kind, dtype=torch.float32)
+    wanted, found = drafter.config.to_dict(), head.config.to_dict()
+    differences = [
+        f"{name}: {wanted[name]!r}, the head has {found[name]!r}"
+        for name in wanted
+        if name not in FREE and wanted[name] != found[name]
+    ]
+    own, its = drafter.d2t, head.d2t
+    if not differences and own is not None and its is not None and not torch.equal(own.cpu(), its.cpu()):
+        differences.append("draft vocabulary: the data's most frequent tokens are not the head's")
+    if differences:
+        raise InputError(f"init: the head {path} does not fit these settings ({'; '.join(differences)})")
+    drafter.load_state_dict(head.state_dict())
+    return f"init: copied the head {path}"

@@ -1,0 +1,71 @@
+"""Fused layers give what the model's own do, over the paged cache and densely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from peagle.target import Target, load_target
+from peagle.target.fused import FusedForward, fuse_decoder_layers
+from tests.conftest import COMMON, WINDOW, make_model, randomise
+from tests.target.paging import Paged, Rows, dense
+
+AUX = (0, 3, 6)
+
+
+def model_of(family: str) -> torch.nn.Module:
+    if family in ("llama", "qwen3"):
+        return make_model(family)
+    if family == "qwen2":  # biases
+        return Qwen2ForCausalLM(Qwen2Config(**COMMON))
+    if family == "llama-bias":
+        return LlamaForCausalLM(LlamaConfig(**COMMON, attention_bias=True))
+    return MistralForCausalLM(MistralConfig(**COMMON, sliding_window=WINDOW))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "llama-bias", "mistral"])
+def test_equals_the_models_own(family: str) -> None:
+    model = model_of(family)
+    randomise(model, 3)
+    target = Target(model, None, family)
+    tokens = torch.randint(0, 300, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    before, aux_before = dense(target, tokens, AUX)
+    assert fuse_decoder_layers(target) == 7
+    assert fuse_decoder_layers(target) == 0
+    after, aux_after = dense(target, tokens, AUX)
+    torch.testing.assert_close(after, before)
+    torch.testing.assert_close(aux_after, aux_before)
+    paged = Paged(target, 1, 40, 4)
+    got = [paged.run([Rows(0, a, tokens[a:b])], AUX)[0] for a, b in ((0, 11), (11, 12), (12, 30))]
+    torch.testing.assert_close(torch.cat([g for g, _ in got]), before, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(torch.cat([a for _, a in got if a is not None]), aux_before, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3", "gemma2", "qwen3_moe"])
+def test_others_are_left_alone(target_folder: Callable[[str], Path], architecture: str) -> None:
+    target = load_target(str(target_folder(architecture)), device="cpu")
+    assert fuse_decoder_layers(target) == 0
+    assert not any(isinstance(layer.forward, FusedForward) for layer in target.layers)
+
+
+def test_can_be_saved(target_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Joined weights are written as the model's own."""
+    target = load_target(str(target_folder("llama")), device="cpu")
+    expected = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    fuse_decoder_layers(target)
+    target.model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name

@@ -1,0 +1,65 @@
+"""Target states kept on the device between epochs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peagle.drafter.checkpoint import load_drafter
+from peagle.errors import InputError
+from peagle.training import trainer
+from peagle.training.state_cache import Placed, StateCache
+from peagle.training.trainer import train_on
+
+from .helpers import listed_answers, tiny_target
+from .test_trainer import config, quiet
+
+
+def test_gives_back_what_it_was_given_in_any_packing() -> None:
+    aux, hidden = torch.randn(12, 6), torch.randn(12, 2)
+    cache = StateCache(1 << 20)
+    cache.put([Placed(7, 0, 5), Placed(3, 6, 4)], aux, hidden)
+    assert cache.get([Placed(7, 0, 5), Placed(1, 5, 2)], 12) is None
+    got = cache.get([Placed(3, 1, 4), Placed(7, 8, 5)], 16)
+    assert got is not None
+    for values, of in zip(got, (aux, hidden), strict=True):
+        zero = torch.zeros(1, of.shape[1])
+        assert torch.equal(values, torch.cat((zero, of[6:10], zero, zero, zero, of[:5], zero, zero, zero)))
+
+
+def test_keeps_no_more_than_its_room() -> None:
+    cache = StateCache(5 * 8 * 4)
+    cache.put([Placed(0, 0, 4), Placed(1, 4, 4), Placed(2, 8, 1)], torch.ones(9, 6), torch.ones(9, 2))
+    assert sorted(cache.states) == [0, 2]
+    assert cache.room == 0
+    cache.put([Placed(0, 0, 4)], torch.zeros(4, 6), torch.zeros(4, 2))
+    assert cache.states[0][0].sum() == 24
+
+
+@pytest.mark.parametrize("gib", [0.0, 2e-5, 1.0])
+def test_a_run_of_several_epochs_gives_the_same_head(tmp_path: Path, gib: float, monkeypatch: Any) -> None:
+    """Also when only some documents fit: a step's states come from one place or the other."""
+    target, answers = tiny_target(), listed_answers(20)
+    real, calls = trainer.encode_packs, []
+
+    def counting(*args: Any) -> Any:
+        calls.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(trainer, "encode_packs", counting)
+    settings = config(tmp_path / "cached", max_steps=None, epochs=3, state_cache_gib=gib, validation_documents=0)
+    result = train_on(settings, target, answers, say=quiet)
+    assert result is not None
+    kept = len(calls)
+    train_on(config(tmp_path / "plain", max_steps=None, epochs=3, validation_documents=0), target, answers, say=quiet)
+    assert kept == (result.steps // 3 if gib == 1.0 else len(calls) - kept)
+    one, other = (load_drafter(tmp_path / name / "head").state_dict() for name in ("cached", "plain"))
+    assert all(torch.allclose(one[name].float(), other[name].float(), atol=1e-2) for name in one)
+
+
+def test_negative_room_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="state_cache_gib"):
+        config(tmp_path, state_cache_gib=-1.0)
