@@ -15,7 +15,7 @@ from peagle.engine.stats import SpecMetrics
 from peagle.target import Target, load_target
 from tests.engine.helpers import greedy, make_engine, run, tiny_head
 
-K = 5
+K = 3
 WORDS = range(40, 46)
 KINDS = pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
 

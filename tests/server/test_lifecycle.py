@@ -12,7 +12,11 @@ import httpx
 import openai
 import pytest
 
+from peagle.config import EngineConfig
+from peagle.engine.engine import Engine
+from peagle.server.run import banner
 from peagle.target import Target
+from tests.engine.helpers import tiny_head
 from tests.server.conftest import MODEL, Running, Start, hold, script, tiny_engine, wait_for
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -64,14 +68,14 @@ def test_queue_full(start: Start, target: Target) -> None:
 
 def test_a_step_that_fails(start: Start, target: Target) -> None:
     server = start(tiny_engine(target))
-    execute, broken = server.engine.runner.execute, threading.Event()
+    launch, broken = server.engine.runner.launch, threading.Event()
 
     def breaks(plan: object) -> object:
         if broken.is_set():
             raise RuntimeError("a kernel went wrong")
-        return execute(plan)  # type: ignore[arg-type]
+        return launch(plan)  # type: ignore[arg-type]
 
-    server.engine.runner.execute = breaks  # type: ignore[method-assign, assignment]
+    server.engine.runner.launch = breaks  # type: ignore[method-assign, assignment]
     broken.set()
     with pytest.raises(openai.InternalServerError, match="a kernel went wrong"):
         server.client().completions.create(model=MODEL, prompt="x")
@@ -220,3 +224,17 @@ def test_stream_interval(start: Start, target: Target) -> None:
     script(engine, list(engine.target.tokenizer("0123456789", add_special_tokens=False).input_ids))
     server = start(engine, stream_interval=4)
     assert streamed(server, max_tokens=10) == ["0", "1234", "5678", "9"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_synthetic_acceptance_is_unmistakable(start: Start, target: Target, stream: bool) -> None:
+    settings = EngineConfig(max_num_seqs=2, max_model_len=128, num_kv_blocks=16)
+    engine = Engine(target, tiny_head(target), 3, settings, synthetic_rates=(1.0, 0.5, 0.0))
+    assert "\nBENCHMARK ONLY" in banner(engine, (MODEL,), "http://127.0.0.1", [])
+    assert "BENCHMARK ONLY" not in banner(tiny_engine(target), (MODEL,), "http://127.0.0.1", [])
+    server = start(engine)
+    answer = server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 20, "stream": stream, "ignore_eos": True})
+    choices = [chunk["choices"][0] for chunk in events(answer)] if stream else answer.json()["choices"]  # type: ignore[index]
+    metrics = choices[-1]["spec_metrics"]  # though nobody has asked
+    assert metrics["synthetic"].startswith("BENCHMARK ONLY")
+    assert metrics["num_accepted_tokens"] >= metrics["num_drafts"] > 0

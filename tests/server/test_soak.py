@@ -38,16 +38,19 @@ def check_traffic(server: Running) -> None:
     """That the run met what it was for."""
     stats = server.engine.stats
     assert stats.prefix_cache_hits > 0
-    assert stats.spec.num_accepted_tokens > 0
+    assert stats.spec.num_accepted_tokens > 0 or server.engine.drafter is None
     assert server.loop.metrics.finished["abort"]._value.get() > 0
     assert server.loop.metrics.finished["error"]._value.get() == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
-def test_tiny_models(start: Start, target: Target, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "steps"), [("p-eagle", 1), ("eagle3", 1), (None, 4)])
+def test_tiny_models(start: Start, target: Target, kind: str | None, steps: int) -> None:
+    """The last one: plain decoding of several steps at a time, with the host one step behind."""
     # few blocks, lanes and rows a step, so that requests wait, run in pieces and give way
-    engine = tiny_engine(target, kind, max_num_seqs=8, num_kv_blocks=28, max_num_batched_tokens=48)
+    engine = tiny_engine(
+        target, kind, max_num_seqs=8, num_kv_blocks=28, max_num_batched_tokens=48, num_scheduler_steps=steps
+    )
     server = start(engine, max_queue=3 * CLIENTS)
     plain = tiny_engine(target, None)
     dice = random.Random(11)

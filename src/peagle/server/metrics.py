@@ -120,7 +120,7 @@ class ServerMetrics:
             lambda: 1,
             block_size=str(blocks.block_size),
             num_gpu_blocks=str(blocks.num_blocks),
-            cache_dtype=str(getattr(config, "kv_cache_dtype", "auto")),
+            cache_dtype=config.kv_cache_dtype,
             enable_prefix_caching=str(config.enable_prefix_caching),
             gpu_memory_utilization=str(config.gpu_memory_utilization),
         )
