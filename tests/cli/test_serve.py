@@ -5,26 +5,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 import peagle
-from peagle.config import EngineConfig
+from peagle.config import EngineConfig, SpeculativeConfig
 from tests.cli.conftest import run_peagle
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--async-scheduling"], "--async-scheduling"),
-        (["--max-cudagraph-capture-size", 4096], "no CUDA graphs"),
-        (["--kv-cache-dtype", "fp8"], "expected auto"),
+        (["--max-cudagraph-capture-size", -1], "max-cudagraph-capture-size"),
+        (["--kv-cache-dtype", "int4"], "kv_cache_dtype: got 'int4'"),
+        (["--max-logprobs", -2], "max-logprobs"),
         (["--speculative-config", "{"], "expected a JSON object"),
         (["--speculative-config", '{"method": "eagle3", "model": "x"}'], "num_speculative_tokens is missing"),
         (["--speculative-config", '{"method": "mtp", "model": "x", "num_speculative_tokens": 3}'], "method"),
@@ -37,11 +39,80 @@ def test_refused_before_anything_is_loaded(flags: list[object], says: str) -> No
     assert says in result.output
 
 
-@pytest.mark.skipif(hasattr(EngineConfig, "enable_prefix_caching"), reason="this engine has a prefix cache")
-def test_prefix_caching_without_a_prefix_cache() -> None:
-    result = run_peagle("serve", "no/such-model", "--enable-prefix-caching")
-    assert result.exit_code == 2
-    assert "no prefix cache" in result.output
+# the blog's own, with `peagle serve` in place of `vllm serve`
+BLOG = """
+peagle serve openai/gpt-oss-20b \\
+    --speculative-config '{
+      "method": "eagle3",
+      "model": "amazon/GPT-OSS-20B-P-EAGLE",
+      "num_speculative_tokens": 7,
+      "parallel_drafting": true}' \\
+    --port 8000 \\
+    --max-num-seqs 1024 \\
+    --max-model-len 100000 \\
+    --max-num-batched-tokens 100000 \\
+    --max-cudagraph-capture-size 4096 \\
+    --no-enable-prefix-caching \\
+    --no-enable-chunked-prefill \\
+    --kv-cache-dtype fp8 \\
+    --async-scheduling \\
+    --stream-interval 20
+"""
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command would load; nothing is."""
+    found: dict[str, Any] = {}
+
+    def take(model: str, speculative: object, dtype: str, device: object, config: object) -> None:
+        found.update(model=model, speculative=speculative, config=config)
+        raise Stop
+
+    monkeypatch.setattr("peagle.engine.loading.load_engine", take)
+    monkeypatch.setattr("peagle.server.run.bind", lambda host, port: found.update(address=(host, port)))
+    return found
+
+
+def test_the_blogs_command(loaded: dict[str, Any]) -> None:
+    result = run_peagle(*shlex.split(BLOG.replace("\\\n", " "))[1:])
+    assert isinstance(result.exception, Stop), result.output
+    assert loaded["model"] == "openai/gpt-oss-20b"
+    assert loaded["address"] == ("127.0.0.1", 8000)
+    assert loaded["speculative"] == SpeculativeConfig(
+        "amazon/GPT-OSS-20B-P-EAGLE", num_speculative_tokens=7, parallel_drafting=True
+    )
+    assert loaded["config"] == EngineConfig(
+        max_num_seqs=1024,
+        max_model_len=100_000,
+        max_num_batched_tokens=100_000,
+        max_cudagraph_capture_size=4096,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        kv_cache_dtype="fp8",
+        async_scheduling=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "config"),
+    [
+        ([], EngineConfig()),
+        (["--no-async-scheduling"], EngineConfig(async_scheduling=False)),
+        (["--enforce-eager"], EngineConfig(enforce_eager=True)),
+        (["--max-cudagraph-capture-size", 0], EngineConfig(enforce_eager=True)),
+        (["--kv-cache-dtype", "fp8_e4m3"], EngineConfig(kv_cache_dtype="fp8")),
+        (["--max-logprobs", -1], EngineConfig(max_logprobs=-1)),
+        (["--enable-prefix-caching", "--enable-chunked-prefill"], EngineConfig()),
+    ],
+)
+def test_flags(loaded: dict[str, Any], flags: list[object], config: EngineConfig) -> None:
+    run_peagle("serve", "some/model", *flags)
+    assert loaded["config"] == config
 
 
 def test_a_port_that_is_taken() -> None:
@@ -71,9 +142,10 @@ def test_serve_and_sigterm(target: str, heads: dict[str, str]) -> None:
     }
     command = [sys.executable, "-m", "peagle", "serve", target, "--speculative-config", json.dumps(speculative)]
     command += ["--port", "0", "--served-model-name", "tiny", "--device", "cpu", "--threads", "1"]
-    # the blog's flags, as far as they mean something here
+    # the blog's flags
     command += ["--max-num-seqs", "4", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
-    command += ["--kv-cache-dtype", "auto", "--stream-interval", "20", "--no-async-scheduling"]
+    command += ["--max-num-batched-tokens", "512", "--max-cudagraph-capture-size", "4096"]
+    command += ["--kv-cache-dtype", "fp8", "--stream-interval", "20", "--async-scheduling"]
     source = str(Path(peagle.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -86,9 +158,14 @@ def test_serve_and_sigterm(target: str, heads: dict[str, str]) -> None:
             printed += line
         assert re.search(r"target +.*float32 on cpu · served as tiny", printed)
         assert re.search(r"head +P-EAGLE.*K = 6", printed)
-        assert re.search(r"KV cache +\d+ blocks of 16 · \d+ tokens", printed)
-        assert re.search(r"limits +512 tokens a request · 4 requests at once", printed)
+        assert re.search(r"KV cache +\d+ blocks of 16 · \d+ tokens · fp8 · without prefix caching", printed)
+        assert re.search(
+            r"limits +512 tokens a request · 4 requests at once · 512 tokens .* · a prompt in one", printed
+        )
         assert re.search(r"warning +num_speculative_tokens 6 is more than the 4", printed)
+        assert re.search(r"warning +--async-scheduling changes nothing on a CPU", printed)
+        assert re.search(r"warning +--max-cudagraph-capture-size changes nothing on a CPU", printed)
+        assert "BENCHMARK ONLY" not in printed
         url = printed.split()[-1]
         body = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": True, "min_tokens": 400}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:

@@ -16,6 +16,7 @@ from openai import OpenAI
 
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
+from peagle.engine.runner import Launched
 from peagle.engine.sampling_params import SamplingParams
 from peagle.server.app import AppSettings, create_app
 from peagle.server.engine_loop import EngineLoop
@@ -122,17 +123,17 @@ def alone(target: Target) -> Callable[[list[int], SamplingParams], tuple[str, li
 
 def script(engine: Engine, token_ids: list[int]) -> None:
     """Make an engine without a head answer every prompt with these tokens, over and over."""
-    execute = engine.runner.execute
+    launch = engine.runner.launch
 
-    def scripted(plan: Any) -> Any:
-        result = execute(plan)
+    def scripted(plan: Any) -> Launched:
+        result = launch(plan).wait()
         by_lane = {request.lane: request for request in engine.scheduler.running}
         for i, lane in enumerate(plan.lanes):
             done = len(by_lane[lane].output_token_ids)
             result.tokens[i] = [token_ids[done % len(token_ids)]]
-        return result
+        return Launched(lambda: result, False)
 
-    engine.runner.execute = scripted  # type: ignore[method-assign]
+    engine.runner.launch = scripted  # type: ignore[method-assign]
 
 
 def hold(engine: Engine) -> threading.Event:

@@ -12,7 +12,11 @@ import httpx
 import openai
 import pytest
 
+from peagle.config import EngineConfig
+from peagle.engine.engine import Engine
+from peagle.server.run import banner
 from peagle.target import Target
+from tests.engine.helpers import tiny_head
 from tests.server.conftest import MODEL, Running, Start, hold, script, tiny_engine, wait_for
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -64,14 +68,14 @@ def test_queue_full(start: Start, target: Target) -> None:
 
 def test_a_step_that_fails(start: Start, target: Target) -> None:
     server = start(tiny_engine(target))
-    execute, broken = server.engine.runner.execute, threading.Event()
+    launch, broken = server.engine.runner.launch, threading.Event()
 
     def breaks(plan: object) -> object:
         if broken.is_set():
             raise RuntimeError("a kernel went wrong")
-        return execute(plan)  # type: ignore[arg-type]
+        return launch(plan)  # type: ignore[arg-type]
 
-    server.engine.runner.execute = breaks  # type: ignore[method-assign, assignment]
+    server.engine.runner.launch = breaks  # type: ignore[method-assign, assignment]
     broken.set()
     with pytest.raises(openai.InternalServerError, match="a kernel went wrong"):
         server.client().completions.create(model=MODEL, prompt="x")
@@ -100,6 +104,52 @@ def test_a_step_that_fails_after_requests_ended(start: Start, target: Target) ->
     server.engine.scheduler.remove_finished = breaks  # type: ignore[method-assign, assignment]
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 3}).status_code == 500
     server.settle()
+
+
+def test_the_queue_is_looked_at_before_any_work(start: Start, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(tiny_engine(target, max_num_seqs=2), max_queue=1)
+    gate = hold(server.engine)
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(server.post, "/v1/completions", LONG | {"max_tokens": 5}) for _ in range(3)]
+        wait_for(lambda: server.loop.num_open == 3)
+        with monkeypatch.context() as broken:
+            broken.setattr("peagle.server.prompts.Prompts._run", None)  # no tokenizing
+            assert server.post("/v1/completions", {"prompt": "x"}).status_code == 429
+            several = server.post("/v1/completions", {"prompt": ["x", "y"], "n": 2})
+            assert (several.status_code, several.json()["error"]["param"]) == (400, "n")
+            assert server.post("/v1/completions", {"prompt": "x" * 2**20}).status_code == 429
+        assert server.loop.metrics.rejected._value.get() == 2
+        gate.set()
+        assert [answer.result().status_code for answer in running] == [200] * 3
+    too_long = server.post("/v1/completions", {"prompt": "x" * 2**20}).json()["error"]
+    assert (too_long["param"], too_long["code"]) == ("prompt", "context_length_exceeded")
+    server.settle()
+
+
+def test_nobody_waits_for_a_thread_that_has_ended(
+    start: Start, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(tiny_engine(target))
+    gate = hold(server.engine)
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("not even dropping works")
+
+    monkeypatch.setattr(server.loop, "_report", breaks)
+    monkeypatch.setattr(server.loop, "_drop_all", breaks)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(server.post, "/v1/completions", LONG)
+        wait_for(lambda: len(server.engine.requests) == 1)
+        # these are still on their way to the engine when it breaks
+        late = [pool.submit(server.post, "/v1/completions", LONG | {"stream": stream}) for stream in (False, True)]
+        wait_for(lambda: server.loop.num_open == 3)
+        gate.set()
+        assert first.result().status_code == 500
+        assert "not even dropping works" in first.result().text
+        assert [answer.result().status_code for answer in late] == [500, 500]
+    assert server.post("/v1/completions", LONG).status_code == 500
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert server.loop.num_open == 0
 
 
 def test_drain(start: Start, target: Target) -> None:
@@ -174,3 +224,17 @@ def test_stream_interval(start: Start, target: Target) -> None:
     script(engine, list(engine.target.tokenizer("0123456789", add_special_tokens=False).input_ids))
     server = start(engine, stream_interval=4)
     assert streamed(server, max_tokens=10) == ["0", "1234", "5678", "9"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_synthetic_acceptance_is_unmistakable(start: Start, target: Target, stream: bool) -> None:
+    settings = EngineConfig(max_num_seqs=2, max_model_len=128, num_kv_blocks=16)
+    engine = Engine(target, tiny_head(target), 3, settings, synthetic_rates=(1.0, 0.5, 0.0))
+    assert "\nBENCHMARK ONLY" in banner(engine, (MODEL,), "http://127.0.0.1", [])
+    assert "BENCHMARK ONLY" not in banner(tiny_engine(target), (MODEL,), "http://127.0.0.1", [])
+    server = start(engine)
+    answer = server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 20, "stream": stream, "ignore_eos": True})
+    choices = [chunk["choices"][0] for chunk in events(answer)] if stream else answer.json()["choices"]  # type: ignore[index]
+    metrics = choices[-1]["spec_metrics"]  # though nobody has asked
+    assert metrics["synthetic"].startswith("BENCHMARK ONLY")
+    assert metrics["num_accepted_tokens"] >= metrics["num_drafts"] > 0

@@ -171,6 +171,8 @@ def test_models(server: Running) -> None:
         ({"max_tokens": 250}, openai.BadRequestError, "max_tokens"),
         ({"n": 0}, openai.BadRequestError, "n"),
         ({"stop": [""]}, openai.BadRequestError, "stop"),
+        ({"stop": "x" * 1001}, openai.BadRequestError, "stop"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, openai.BadRequestError, "logit_bias"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, openai.BadRequestError, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, openai.BadRequestError, "messages"),

@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 
-import peagle.server.sampling as sampling
 from peagle.engine.sampling_params import SamplingParams
-from peagle.server.answers import chat_logprobs, text_logprobs
 from peagle.server.errors import ApiError
+from peagle.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from peagle.server.protocol import ChatBody, CompletionBody
+from peagle.server.sampling import choice_params, sampling_params
 from tests.server.conftest import MODEL, Running
-
-OLD_FIELDS = frozenset(
-    (
-        *("max_tokens", "temperature", "top_k", "top_p", "stop", "stop_token_ids", "ignore_eos", "seed", "min_tokens"),
-        *("skip_special_tokens", "include_stop_str_in_output", "num_speculative_tokens"),
-    )
-)
-needs_logprobs = pytest.mark.skipif("logprobs" not in sampling.ENGINE_FIELDS, reason="this engine reports none")
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -30,43 +22,40 @@ def chat(**fields: Any) -> ChatBody:
     return ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
 
 
-@pytest.mark.parametrize(
-    ("name", "harmless", "asks"),
-    [
-        ("min_p", 0.0, 0.1),
-        ("repetition_penalty", 1.0, 1.1),
-        ("presence_penalty", 0.0, -1.0),
-        ("frequency_penalty", 0.0, 2.0),
-        ("logit_bias", {}, {"5": 1.0}),
-        ("logprobs", None, 0),
-        ("prompt_logprobs", None, 1),
-        ("echo", False, True),
-        ("best_of", 1, 2),
-        ("suffix", "", "tail"),
-    ],
-)
-def test_what_the_engine_lacks_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, harmless: object, asks: object
-) -> None:
-    monkeypatch.setattr(sampling, "ENGINE_FIELDS", OLD_FIELDS)
-    assert sampling.sampling_params(completion(**{name: harmless}), 16) == SamplingParams()
+@pytest.mark.parametrize(("name", "harmless", "asks"), [("best_of", 1, 2), ("suffix", "", "tail")])
+def test_what_is_not_served_is_refused(name: str, harmless: object, asks: object) -> None:
+    assert sampling_params(completion(**{name: harmless}), 16) == SamplingParams()
     with pytest.raises(ApiError, match=f"^{name}: ") as caught:
-        sampling.sampling_params(completion(**{name: asks}), 16)
+        sampling_params(completion(**{name: asks}), 16)
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
 def test_what_the_engine_has_is_passed_on() -> None:
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "stop": ["a"], "stop_token_ids": [4]}
     flags = {"ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True, "min_tokens": 2}
-    assert sampling.sampling_params(completion(**fields, **flags), 9) == SamplingParams(9, **fields, **flags)  # type: ignore[arg-type]
-    assert sampling.sampling_params(chat(), None) == SamplingParams(max_tokens=None)
+    assert sampling_params(completion(**fields, **flags), 9) == SamplingParams(9, **fields, **flags)  # type: ignore[arg-type]
+    assert sampling_params(chat(), None) == SamplingParams(max_tokens=None)
 
 
 def test_choices_take_the_following_seeds() -> None:
-    params = SamplingParams(seed=2**63 - 1, stop="x")
-    assert sampling.choice_params(params, 0) == params
-    assert sampling.choice_params(params, 2) == SamplingParams(seed=1, stop="x")
-    assert sampling.choice_params(SamplingParams(), 2) == SamplingParams()
+    params = SamplingParams(seed=2**63 - 1, stop="x", prompt_logprobs=2)
+    assert choice_params(params, 0, stream=False) == params
+    assert choice_params(params, 2, stream=False) == SamplingParams(seed=1, stop="x")
+    assert choice_params(params, 2, stream=True) == SamplingParams(seed=1, stop="x", prompt_logprobs=2)
+    assert choice_params(SamplingParams(), 2, stream=False) == SamplingParams()
+
+
+def test_a_prompts_logprobs_are_as_many_as_are_asked_for_in_any_way() -> None:
+    def asked(**fields: Any) -> int | None:
+        return sampling_params(completion(**fields), 16).prompt_logprobs
+
+    assert asked() is None
+    assert asked(logprobs=3) is None
+    assert asked(echo=True) is None
+    assert asked(echo=True, logprobs=3) == 3
+    assert asked(echo=True, logprobs=3, prompt_logprobs=5) == 5
+    assert asked(echo=True, logprobs=-1, prompt_logprobs=5) == -1
+    assert asked(prompt_logprobs=0) == 0
 
 
 class Entry:
@@ -98,9 +87,22 @@ def test_logprobs_in_both_forms() -> None:
         "top_logprobs": [{"é": -2.0, "b": -0.1, "c": -0.2}, {"b": -9999.0}],
         "text_offset": [10, 11],
     }
+    assert text_logprobs([None, *POSITIONS], 0, 0, "first") == {
+        "tokens": ["first", "é", "b"],
+        "token_logprobs": [None, -2.0, -9999.0],
+        "top_logprobs": [None, {"é": -2.0}, {"b": -9999.0}],
+        "text_offset": [0, 5, 6],
+    }
+    assert prompt_logprobs([None, *POSITIONS], 1) == [
+        None,
+        {
+            "5": {"logprob": -2.0, "rank": 3, "decoded_token": "é"},
+            "1": {"logprob": -0.1, "rank": 1, "decoded_token": "b"},
+        },
+        {"1": {"logprob": -9999.0, "rank": 1, "decoded_token": "b"}},
+    ]
 
 
-@needs_logprobs
 def test_logprobs_of_a_chat(server: Running) -> None:
     settings: dict[str, Any] = {
         "model": MODEL,
@@ -128,7 +130,6 @@ def test_logprobs_of_a_chat(server: Running) -> None:
     assert [entry.token for entry in streamed] == [entry.token for entry in reported.content]
 
 
-@needs_logprobs
 def test_logprobs_and_penalties_of_a_completion(server: Running) -> None:
     client = server.client()
     settings: dict[str, Any] = {"model": MODEL, "prompt": [3, 4], "temperature": 0, "max_tokens": 20, "logprobs": 1}
@@ -143,3 +144,11 @@ def test_logprobs_and_penalties_of_a_completion(server: Running) -> None:
     assert biased.text == chr(40) * 20  # token 7 of the tiny tokenizer
     once = client.completions.create(**settings, frequency_penalty=2.0, extra_body={"repetition_penalty": 5.0})
     assert once.choices[0].text != whole.text
+
+
+@pytest.mark.parametrize(("field", "most"), [("top_k", 320), ("num_speculative_tokens", 3)])
+def test_numbers_beyond_any_machine_integer(server: Running, field: str, most: int) -> None:
+    prompt = {"prompt": [3, 4], "temperature": 1.0, "seed": 5}
+    answers = [server.post("/v1/completions", prompt | {field: value}) for value in (most, 2**31, 2**70)]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1

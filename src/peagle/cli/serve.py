@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,36 +13,10 @@ if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
 
-def refuse_absent(async_scheduling: bool | None, max_cudagraph_capture_size: int | None, kv_cache_dtype: str) -> None:
-    """Flags of vLLM whose meaning this engine does not have are refused, never dropped."""
-    if async_scheduling:
-        raise InputError(
-            "--async-scheduling: this engine plans a step after the one before it has ended; leave the flag out or "
-            "give --no-async-scheduling"
-        )
-    if max_cudagraph_capture_size not in (None, 0):
-        raise InputError(
-            f"--max-cudagraph-capture-size: got {max_cudagraph_capture_size}, but this engine captures no CUDA graphs, "
-            "every step runs eagerly; leave the flag out or give 0"
-        )
-    if kv_cache_dtype != "auto":
-        raise InputError(
-            f"--kv-cache-dtype: got {kv_cache_dtype!r}, expected auto: keys and values are kept in the model's dtype"
-        )
-
-
-def prefix_caching(enable: bool | None) -> dict[str, Any]:
-    """The engine's setting for the flag, if the engine has a prefix cache; without one only "no" can be had."""
-    from peagle.config import EngineConfig
-
-    if any(field.name == "enable_prefix_caching" for field in fields(EngineConfig)):
-        return {} if enable is None else {"enable_prefix_caching": enable}
-    if enable:
-        raise InputError(
-            "--enable-prefix-caching: this engine has no prefix cache, every prompt is computed; leave the flag out or "
-            "give --no-enable-prefix-caching"
-        )
-    return {}
+def unused_on_cpu(**given: object) -> list[str]:
+    """A warning for each flag that was given (is not None) and that only the path of a GPU uses."""
+    flags = (f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None)
+    return [f"{flag} changes nothing on a CPU" for flag in flags]
 
 
 class Collected(logging.Handler):
@@ -98,17 +71,19 @@ def serve(
         int | None, typer.Option(metavar="N", help="KV blocks; default: what the memory below holds.")
     ] = None,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(metavar="F", help="Part of the GPU's memory to use, weights included.")
-    ] = 0.9,
+        float | None, typer.Option(metavar="F", help="Part of the GPU's memory to use, weights included. Default: 0.9.")
+    ] = None,
     cpu_kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on a CPU.")] = 1.0,
-    kv_cache_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto: the model's dtype.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="auto: the model's; fp8 (fp8_e4m3): half the memory of 16 bits.")
+    ] = "auto",
     enable_prefix_caching: Annotated[
-        bool | None,
+        bool,
         typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             help="Reuse what was computed of a prompt's beginning.",
         ),
-    ] = None,
+    ] = True,
     enable_chunked_prefill: Annotated[
         bool,
         typer.Option(
@@ -116,11 +91,24 @@ def serve(
         ),
     ] = True,
     async_scheduling: Annotated[
-        bool | None, typer.Option("--async-scheduling/--no-async-scheduling", help="Not there yet.")
+        bool | None,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="GPU: start a step before the host has read the one before it. Default: yes.",
+        ),
     ] = None,
     max_cudagraph_capture_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Only 0, no CUDA graphs, is there yet.")
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="GPU: most rows (K + 1 a request) of a step run as a CUDA graph; 0: none."
+        ),
     ] = None,
+    enforce_eager: Annotated[
+        bool | None, typer.Option("--enforce-eager/--no-enforce-eager", help="GPU: no CUDA graphs, for debugging.")
+    ] = None,
+    max_logprobs: Annotated[
+        int, typer.Option(metavar="N", min=-1, help="Most logprobs a token that a request may ask for; -1: no limit.")
+    ] = 20,
     stream_interval: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens a streamed chunk; the first and last come at once.")
     ] = 1,
@@ -138,8 +126,6 @@ def serve(
     With --engine vllm the same command checks the head and starts stock vLLM instead; vLLM's own flags pass through,
     and --dry-run prints the command only.
     """
-    refuse_absent(async_scheduling, max_cudagraph_capture_size, kv_cache_dtype)
-
     from peagle.config import EngineConfig, SpeculativeConfig
 
     speculative = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
@@ -149,11 +135,16 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         num_kv_blocks=num_kv_blocks,
-        gpu_memory_utilization=gpu_memory_utilization,
+        gpu_memory_utilization=0.9 if gpu_memory_utilization is None else gpu_memory_utilization,
         cpu_kv_cache_gib=cpu_kv_cache_gib,
+        kv_cache_dtype="fp8" if kv_cache_dtype == "fp8_e4m3" else kv_cache_dtype,  # type: ignore[arg-type]
         enable_chunked_prefill=enable_chunked_prefill,
+        enable_prefix_caching=enable_prefix_caching,
+        async_scheduling=async_scheduling is not False,
+        enforce_eager=bool(enforce_eager) or max_cudagraph_capture_size == 0,
+        max_cudagraph_capture_size=max_cudagraph_capture_size or None,
+        max_logprobs=max_logprobs,
         seed=seed,
-        **prefix_caching(enable_prefix_caching),
     )
     try:
         from peagle.server.run import banner, bind, make_server
@@ -164,6 +155,13 @@ def serve(
 
     sock = bind(host, port)
     engine, warnings = load(target, speculative, dtype, device, config, threads)
+    if engine.target.device.type == "cpu":
+        warnings += unused_on_cpu(
+            async_scheduling=async_scheduling,
+            max_cudagraph_capture_size=max_cudagraph_capture_size,
+            enforce_eager=enforce_eager,
+            gpu_memory_utilization=gpu_memory_utilization,
+        )
     settings = AppSettings(tuple(served_model_name or [target]), tuple(api_key or ()), stream_interval)
     engine_loop = EngineLoop(engine, settings.model_names[0], max_queue)
     server = make_server(create_app(engine_loop, settings), engine_loop, drain_timeout, access_log)
@@ -191,6 +189,7 @@ def load(
     logger.addHandler(collected)
     try:
         engine = load_engine(target, speculative, dtype, device, config)  # type: ignore[arg-type]
+        engine.capture()
     except torch.OutOfMemoryError as error:
         raise InputError(
             "out of memory while loading; lower --gpu-memory-utilization, --max-num-seqs, --max-num-batched-tokens or "

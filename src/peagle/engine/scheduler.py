@@ -17,6 +17,7 @@ from peagle.engine.request import Request, Status
 # Rows a step of all requests that ask for prompt_logprobs: a row needs the logits of the whole vocabulary, and memory
 # is set aside only for rows that choose a token.
 PROMPT_LOGPROB_ROWS = 256
+MAX_TOP_K = 2**31 - 1  # more than any vocabulary; a lane keeps a machine integer
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ def lane_setup(request: Request) -> LaneSetup:
         num_speculative_tokens=request.num_speculative_tokens,
         max_total_tokens=request.max_total_tokens,
         temperature=0.0 if params.greedy else params.temperature,
-        top_k=max(params.top_k, 0),
+        top_k=min(max(params.top_k, 0), MAX_TOP_K),
         top_p=params.top_p,
         seed=request.seed,
         num_prompt=request.num_prompt,

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from peagle.engine.outputs import PositionLogprobs
 from peagle.engine.stats import SpecMetrics
-from peagle.server.engine_loop import Call, PositionLogprobs, Update
+from peagle.server.calls import Call, Update
 from peagle.server.errors import ApiError
+from peagle.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Echo:
+    """Prompts that stand before their answers in a plain completion's text.
+
+    texts, first_tokens: each prompt, and its first token alone, as text. only: the answers themselves are left out.
+    """
+
+    texts: list[str]
+    first_tokens: list[str]
+    only: bool = False
 
 
 @dataclass(slots=True)
@@ -24,14 +41,16 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     metrics: SpecMetrics | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     offset: int = 0  # where the text of the next reported token begins
 
     def add(self, update: Update) -> None:
         self.text += update.text
         self.token_ids += update.token_ids
-        if update.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *update.logprobs]
+        self.logprobs += update.logprobs or ()
+        if update.prompt_logprobs is not None:
+            self.prompt_logprobs = update.prompt_logprobs
         if update.finished:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
             self.metrics = update.metrics
@@ -39,7 +58,11 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """What a response says beside its choices, and which of the extras the client asked for."""
+    """What a response says beside its choices, and which of the extras the client asked for.
+
+    top_logprobs, prompt_logprobs: how many of the likeliest tokens to list (-1: all that are reported), None for none
+    of it.
+    """
 
     kind: Literal["chat", "text"]
     model: str
@@ -48,7 +71,9 @@ class Answer:
     include_usage: bool = False
     return_token_ids: bool = False
     return_spec_metrics: bool = False
-    top_logprobs: int = 0
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: Echo | None = None
     stream_interval: int = 1
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -67,33 +92,58 @@ class Answer:
     def _head(self, object_name: str) -> dict[str, Any]:
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
 
+    def _begin(self, call: Call) -> list[Choice]:
+        """The choices before their first tokens."""
+        texts = [] if self.echo is None else self.echo.texts
+        return [Choice(job.index, texts[job.index // self.n] if texts else "") for job in call.jobs]
+
+    async def _updates(self, call: Call) -> AsyncIterator[Update]:
+        async for update in call:
+            if self.echo is not None and self.echo.only:  # the step that computed the prompt chose a token, too
+                update = Update(update.index, "", [], "length", prompt_logprobs=update.prompt_logprobs)
+            yield update
+
     def _extras(self, choice: Choice) -> dict[str, Any]:
         extras: dict[str, Any] = {}
         if self.return_token_ids:
             extras["token_ids"] = choice.token_ids
-        if self.return_spec_metrics and choice.metrics is not None:
+        # nobody may take text that comes of synthetic acceptance for the model's
+        if choice.metrics is not None and (self.return_spec_metrics or choice.metrics.synthetic):
             extras["spec_metrics"] = spec_metrics(choice.metrics)
         return extras
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        if choice.logprobs is None:
+        if self.top_logprobs is None:
             return None
         if self.kind == "chat":
             return chat_logprobs(choice.logprobs, self.top_logprobs)
-        report = text_logprobs(choice.logprobs, self.top_logprobs, choice.offset)
+        positions: list[PositionLogprobs | None] = [*choice.logprobs]
+        first = ""
+        if self.echo is not None and choice.prompt_logprobs is not None:
+            positions = [*choice.prompt_logprobs, *positions]
+            first = self.echo.first_tokens[choice.index // self.n]
+        report = text_logprobs(positions, self.top_logprobs, choice.offset, first)
         choice.offset += sum(map(len, report["tokens"]))
         return report
 
-    def _prompt_ids(self, index: int) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prompts[index // self.n]} if self.return_token_ids else {}
+    def _prompt(self, choice: Choice) -> dict[str, Any]:
+        """What is said of a choice's prompt beside its text."""
+        said: dict[str, Any] = {}
+        if self.return_token_ids:
+            said["prompt_token_ids"] = self.prompts[choice.index // self.n]
+        if self.prompt_logprobs is not None and choice.prompt_logprobs is not None:
+            said["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self.prompt_logprobs)
+        return said
 
     async def whole(self, call: Call) -> dict[str, Any]:
         """The response that is not streamed."""
-        choices = [Choice(job.index) for job in call.jobs]
-        async for update in call:
+        choices = self._begin(call)
+        async for update in self._updates(call):
             choices[update.index].add(update)
         listed = []
         for choice in choices:
+            # only the first of a prompt's answers has it reported
+            choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
             end = {
                 "logprobs": self._logprobs(choice),
                 "finish_reason": choice.finish_reason,
@@ -103,12 +153,12 @@ class Answer:
                 message = {"role": "assistant", "content": choice.text, "refusal": None}
                 listed.append({"index": choice.index, "message": message, **end, **self._extras(choice)})
             else:
-                extras = self._extras(choice) | self._prompt_ids(choice.index)
+                extras = self._extras(choice) | self._prompt(choice)
                 listed.append({"index": choice.index, "text": choice.text, **end, **extras})
         usage = self.usage(sum(len(choice.token_ids) for choice in choices))
         whole = self._head("chat.completion" if self.kind == "chat" else "text_completion")
         whole |= {"choices": listed, "usage": usage, "system_fingerprint": None}
-        return whole | (self._prompt_ids(0) if self.kind == "chat" else {})
+        return whole | (self._prompt(choices[0]) if self.kind == "chat" else {})
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
         chunk = self._head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
@@ -126,14 +176,14 @@ class Answer:
         """The streamed response's chunks: for chat a role chunk a choice first, then text as it comes (stream_interval
         tokens at a time), each choice's end, and the usage if it was asked for."""
         chat = self.kind == "chat"
-        pending = [Choice(job.index) for job in call.jobs]
+        pending = self._begin(call)
         begun = [False] * len(pending)
         completion_tokens = 0
         if chat:
             for choice in pending:
                 chunk = self._chunk([self._piece(choice.index, {"role": "assistant", "content": ""})])
-                yield chunk | (self._prompt_ids(0) if choice.index == 0 else {})
-        async for update in call:
+                yield chunk | (self._prompt(choice) if choice.index == 0 else {})
+        async for update in self._updates(call):
             choice = pending[update.index]
             choice.add(update)
             completion_tokens += len(update.token_ids)
@@ -142,7 +192,7 @@ class Answer:
                 continue
             extras = self._extras(choice) | {"logprobs": self._logprobs(choice)}
             if not chat and not begun[choice.index]:
-                extras |= self._prompt_ids(choice.index)
+                extras |= self._prompt(choice)
             begun[choice.index] = True
             end: dict[str, Any] = {}
             if update.finished:
@@ -160,54 +210,16 @@ class Answer:
             yield self._chunk([], self.usage(completion_tokens))
 
     async def events(self, call: Call) -> AsyncIterator[bytes]:
-        """`chunks` as server-sent events, an engine failure as an event of its own, and [DONE]."""
+        """`chunks` as server-sent events, a failure as an event of its own, and [DONE]."""
         try:
             async for chunk in self.chunks(call):
                 yield event(chunk)
         except ApiError as error:
             yield event(error.body)
+        except Exception as error:  # the status has been sent, so that no handler further out could tell the client
+            log.exception("a streamed answer broke off")
+            yield event(ApiError(500, f"unexpected {type(error).__name__}", type="server_error").body)
         yield b"data: [DONE]\n\n"
-
-
-def _shown(token_id: int, entry: Any) -> str:
-    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
-
-
-def _likeliest(position: PositionLogprobs, count: int) -> list[tuple[int, Any]]:
-    return sorted((pair for pair in position.items() if pair[1].rank <= count), key=lambda pair: pair[1].rank)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no infinity; vLLM's floor
-
-
-def chat_logprobs(positions: list[PositionLogprobs], count: int) -> dict[str, Any]:
-    """A chat choice's logprobs: every token with its `count` likeliest alternatives."""
-
-    def entry(token_id: int, found: Any) -> dict[str, Any]:
-        token = _shown(token_id, found)
-        return {"token": token, "logprob": _finite(found.logprob), "bytes": list(token.encode("utf-8", "replace"))}
-
-    content = [
-        entry(*next(iter(position.items()))) | {"top_logprobs": [entry(*pair) for pair in _likeliest(position, count)]}
-        for position in positions
-    ]
-    return {"content": content, "refusal": None}
-
-
-def text_logprobs(positions: list[PositionLogprobs], count: int, offset: int) -> dict[str, Any]:
-    """A plain completion's logprobs; `offset` is where in the choice's text the first token begins."""
-    report: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for position in positions:
-        token_id, found = next(iter(position.items()))
-        token = _shown(token_id, found)
-        report["tokens"].append(token)
-        report["token_logprobs"].append(_finite(found.logprob))
-        shown = [(token_id, found), *_likeliest(position, count)]
-        report["top_logprobs"].append({_shown(*pair): _finite(pair[1].logprob) for pair in shown})
-        report["text_offset"].append(offset)
-        offset += len(token)
-    return report
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -216,10 +228,11 @@ def event(data: dict[str, Any]) -> bytes:
 
 def spec_metrics(metrics: SpecMetrics) -> dict[str, Any]:
     """A choice's drafts and what became of them."""
-    return {
+    found = {
         "num_drafts": metrics.num_drafts,
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_accepted_tokens": metrics.num_accepted_tokens,
         "num_accepted_tokens_per_pos": list(metrics.accepted_per_pos),
         "acceptance_length": metrics.acceptance_length,
     }
+    return found | ({"synthetic": "BENCHMARK ONLY: drafts were accepted by chance"} if metrics.synthetic else {})

@@ -16,13 +16,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from peagle.errors import InputError
-from peagle.server.answers import Answer
+from peagle.server.answers import Answer, Echo
 from peagle.server.asgi import ClientGone, EventStream, Guard, error_response, unless_disconnected
 from peagle.server.engine_loop import EngineLoop
 from peagle.server.errors import ApiError, ErrorBody, bad_request, shutting_down
-from peagle.server.prompts import Prompts
+from peagle.server.http_metrics import CountRequests
+from peagle.server.prompts import Prompts, num_prompts
 from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from peagle.server.sampling import choice_params, from_input_error, sampling_params, wanted_logprobs
+from peagle.server.sampling import (
+    choice_params,
+    echoed_logprobs,
+    from_input_error,
+    sampling_params,
+    wanted_logprobs,
+)
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
 DEFAULT_COMPLETION_TOKENS = 16
@@ -75,6 +82,7 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
     }
     app = FastAPI(title="peagle", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_keys=settings.api_keys)
+    app.add_middleware(CountRequests, metrics=engine_loop.metrics.http)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -106,11 +114,13 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
             )
 
     async def generate(body: ChatBody | CompletionBody, request: Request) -> Response:
-        if engine_loop.draining:
-            raise shutting_down()
+        n = body.n or 1
+        # before the work of tokenizing
+        engine_loop.check_room(n * num_prompts(body))
         check_model(body.model)
         chat = isinstance(body, ChatBody)
         max_tokens, max_tokens_field = body.max_tokens, "max_tokens"
+        echo: Echo | None = None
         if isinstance(body, ChatBody):
             if body.max_completion_tokens is not None:
                 if max_tokens is not None:
@@ -124,10 +134,11 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
             token_ids = await prompts.completion(body)
             if body.max_tokens is None:
                 max_tokens = None  # the default gives way to a shorter room
+            if body.echo:
+                echo = Echo(*await prompts.echoed(body, token_ids), only=max_tokens == 0)
         for ids in token_ids:
             prompts.check_length(ids, max_tokens, "messages" if chat else "prompt", max_tokens_field)
-        n = body.n or 1
-        work = [(ids, choice_params(params, choice)) for ids in token_ids for choice in range(n)]
+        work = [(ids, choice_params(params, choice, bool(body.stream))) for ids in token_ids for choice in range(n)]
         answer = Answer(
             kind="chat" if chat else "text",
             model=body.model or settings.model_names[0],
@@ -136,11 +147,13 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             return_token_ids=bool(body.return_token_ids),
             return_spec_metrics=bool(body.return_spec_metrics),
-            top_logprobs=wanted_logprobs(body) or 0,
+            top_logprobs=wanted_logprobs(body),
+            prompt_logprobs=echoed_logprobs(body) if body.prompt_logprobs is None else body.prompt_logprobs,
+            echo=echo,
             stream_interval=settings.stream_interval,
         )
         try:
-            call = await unless_disconnected(request.receive, engine_loop.submit(work))
+            call = await unless_disconnected(request.receive, engine_loop.submit(work, n))
         except InputError as error:
             raise from_input_error(error, body) from error
         if body.stream:

@@ -8,17 +8,16 @@ import logging
 import queue
 import threading
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from peagle.engine.engine import Engine
-from peagle.engine.outputs import FinishReason, StepOutput
-from peagle.engine.request import Request, Status
+from peagle.engine.outputs import StepOutput
+from peagle.engine.request import Status
 from peagle.engine.sampling_params import SamplingParams
-from peagle.engine.stats import SpecMetrics
 from peagle.errors import InputError
+from peagle.server.calls import Call, Job, Update
 from peagle.server.errors import ApiError, bad_request, engine_failed, queue_full, shutting_down
 from peagle.server.metrics import ServerMetrics
 
@@ -27,65 +26,6 @@ log = logging.getLogger(__name__)
 # So many failed steps without a good one between them mean that the engine will not recover (a lost GPU, say).
 FAILURES_UNTIL_UNHEALTHY = 3
 STOP_SECONDS = 15
-
-
-# token id -> an entry with logprob, rank and decoded_token: the chosen token first, then the likeliest
-PositionLogprobs = dict[int, Any]
-
-
-@dataclass(slots=True)
-class Update:
-    """What one step added to the index-th choice of a call."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    metrics: SpecMetrics | None = None  # of the whole choice, with finish_reason
-    logprobs: list[PositionLogprobs] | None = None  # one a token, for requests that ask for them
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One engine request: the index-th choice of a call."""
-
-    request_id: str
-    index: int
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    call: Call
-    arrived: float = field(default_factory=time.monotonic)
-    request: Request | None = None
-    last_token: float | None = None  # when; None before the first
-
-
-class Call:
-    """One HTTP request's choices while they run. Iterate over it for updates; `close` it in any case."""
-
-    def __init__(self, engine_loop: EngineLoop, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
-        name = uuid.uuid4().hex
-        self.jobs = [Job(f"{name}-{i}", i, ids, params, self) for i, (ids, params) in enumerate(prompts)]
-        self.updates: asyncio.Queue[Update | ApiError] = asyncio.Queue()
-        self._engine_loop = engine_loop
-
-    async def __aiter__(self) -> AsyncIterator[Update]:
-        """Updates until every choice has finished. Raises ApiError when the engine fails."""
-        running = len(self.jobs)
-        while running:
-            update = await self.updates.get()
-            if isinstance(update, ApiError):
-                raise update
-            running -= update.finished
-            yield update
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        self._engine_loop.abort(self.jobs)
 
 
 @dataclass(slots=True)
@@ -122,6 +62,8 @@ class EngineLoop:
         self.draining = False
         self.failures = 0  # failed steps in a row
         self._open: dict[str, Job] = {}  # event loop's: submitted, neither finished nor aborted
+        self._adding: set[asyncio.Future[None]] = set()  # event loop's: not in the engine yet
+        self._lost: ApiError | None = None  # event loop's: why the thread has ended
         self._jobs: dict[str, Job] = {}  # thread's: in the engine
         self._unscheduled: list[Job] = []  # thread's: in the engine, not run yet
         self._commands: queue.SimpleQueue[_Add | _Abort | _Fail | _Stop] = queue.SimpleQueue()
@@ -148,23 +90,36 @@ class EngineLoop:
     def healthy(self) -> bool:
         return self._thread.is_alive() and self.failures < FAILURES_UNTIL_UNHEALTHY
 
-    async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Call:
-        """Enter all choices of a call, or none. Raises ApiError (429, 503), InputError from the engine's checks."""
+    def check_room(self, count: int) -> None:
+        """Raise ApiError (400, 429, 503) when so many requests could not be entered now."""
         if self.draining:
             raise shutting_down()
-        if len(prompts) > self.capacity:
-            raise bad_request("n", f"n times prompts: got {len(prompts)}, and the server takes {self.capacity} at once")
-        if len(self._open) + len(prompts) > self.capacity:
+        if self._lost is not None:
+            raise self._lost
+        if count > self.capacity:
+            raise bad_request("n", f"n times prompts: got {count}, and the server takes {self.capacity} at once")
+        if len(self._open) + count > self.capacity:
+            self.metrics.rejected.inc()
             raise queue_full(len(self._open), self.capacity)
-        call = Call(self, prompts)
+
+    async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]], n: int = 1) -> Call:
+        """Enter all choices of a call, or none; n of them in a row are answers to one prompt.
+
+        Raises ApiError (429, 503), InputError from the engine's checks.
+        """
+        self.check_room(len(prompts))
+        call = Call(self, prompts, n)
         self._open |= {job.request_id: job for job in call.jobs}
         added: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._adding.add(added)
         self._commands.put(_Add(call.jobs, added))
         try:
             await added
         except BaseException:  # a disconnect too
             call.close()
             raise
+        finally:
+            self._adding.discard(added)
         return call
 
     def abort(self, jobs: Sequence[Job]) -> None:
@@ -183,9 +138,23 @@ class EngineLoop:
                 self._open.pop(job.request_id, None)
             job.call.updates.put_nowait(update)
 
+    def _lose(self, error: ApiError) -> None:
+        """The thread has ended of itself: nobody must wait for it."""
+        self._lost = error
+        for added in self._adding:
+            _resolve(added, error)
+        self._hand_out([(job, error) for job in list(self._open.values())])
+
     # on the thread
 
     def _run(self) -> None:
+        try:
+            self._run_steps()
+        except BaseException as error:
+            log.exception("the engine's thread has ended")
+            self._tell(self._lose, engine_failed(error))
+
+    def _run_steps(self) -> None:
         while self._obey(wait=not self.engine.has_unfinished):
             if not self.engine.has_unfinished:
                 continue
@@ -269,30 +238,32 @@ class EngineLoop:
                 if job.request.status is Status.WAITING:
                     still.append(job)
                 else:
-                    metrics.queue_time.observe(began - job.arrived)
+                    metrics.requests.scheduled(job.times, began)
             self._unscheduled = still
         updates: list[tuple[Job, Update | ApiError]] = []
-        tokens = 0
+        prompt_tokens = tokens = 0
         for output in outputs:
             job = self._jobs[output.request_id]
             assert job.request is not None
             tokens += len(output.new_token_ids)
-            if job.last_token is None:
-                metrics.first_token.observe(now - job.arrived)
-                metrics.prompt_tokens.inc(len(job.prompt_token_ids))
-            else:
-                metrics.between_tokens.observe(now - job.last_token)
-            job.last_token = now
-            update = Update(job.index, output.new_text, output.new_token_ids)
-            update.logprobs = getattr(output, "new_logprobs", None)
+            prompt, cached = len(job.prompt_token_ids), max(job.request.num_cached_tokens, 0)
+            update = Update(job.index, output.new_text, output.new_token_ids, logprobs=output.new_logprobs)
+            if job.times.first_token is None:
+                update.prompt_logprobs = job.request.prompt_logprobs
+                prompt_tokens += prompt
+                metrics.prompt(prompt, cached)
+            metrics.requests.tokens(job.times, now)
             if output.finished:
                 update.finish_reason, update.stop_reason = output.finish_reason, output.stop_reason
                 update.metrics = job.request.metrics
                 del self._jobs[output.request_id]
                 metrics.finished[output.finish_reason or "stop"].inc()
-                metrics.whole_request.observe(now - job.arrived)
+                generated = len(job.request.token_ids) - prompt
+                metrics.requests.ended(job.times, job.group, prompt, cached, generated, job.params.max_tokens)
             updates.append((job, update))
         metrics.generation_tokens.inc(tokens)
+        if outputs:
+            metrics.step_tokens.observe(prompt_tokens + tokens)
         if updates:
             self._tell(self._hand_out, updates)
 

@@ -15,6 +15,12 @@ from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Mes
 T = TypeVar("T")
 
 
+def num_prompts(body: ChatBody | CompletionBody) -> int:
+    """How many prompts a request has."""
+    prompt = [] if isinstance(body, ChatBody) else body.prompt
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
 class Prompts:
     """Encodes and decodes for one server. Raises ApiError naming the field."""
 
@@ -25,7 +31,9 @@ class Prompts:
         self.max_model_len = max_model_len
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._reserved: frozenset[str] = frozenset()
+        self._longest_token = 1
         if tokenizer is not None:
+            self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
             self._reserved = frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -41,6 +49,22 @@ class Prompts:
         if not prompts:
             raise bad_request("prompt", "prompt: got an empty list, expected at least one prompt")
         return [await self._ids(p, special) if isinstance(p, str) else self._check_ids(p, "prompt") for p in prompts]
+
+    async def echoed(self, body: CompletionBody, prompts: list[list[int]]) -> tuple[list[str], list[str]]:
+        """Each prompt as text, as it was given if it was a text, and its first token as text."""
+        if self.tokenizer is None:
+            raise bad_request("echo", "echo: the model has no tokenizer")
+        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+
+        def texts() -> tuple[list[str], list[str]]:
+            decode = self.tokenizer.decode
+            whole = [
+                text if isinstance(text, str) else str(decode(ids))
+                for text, ids in zip(given if isinstance(given[0], str) else prompts, prompts, strict=True)
+            ]
+            return whole, [str(decode(ids[:1])) for ids in prompts]
+
+        return await self._run(texts)
 
     async def chat(self, body: ChatBody | TokenizeBody) -> list[int]:
         """The prompt that the chat template makes of the messages."""
@@ -67,6 +91,14 @@ class Prompts:
     async def _ids(self, text: str, special: bool, field: str = "prompt") -> list[int]:
         if self.tokenizer is None:
             raise bad_request(field, f"{field}: the model has no tokenizer, expected token ids")
+        # what cannot fit, whatever its tokens are, would only keep the others waiting for theirs
+        if len(text) > (most := self.max_model_len * self._longest_token):
+            raise bad_request(
+                field,
+                f"{field}: got {len(text)} characters, expected at most {most}: the maximum context length is "
+                f"{self.max_model_len} tokens",
+                "context_length_exceeded",
+            )
         try:
             return list(await self._run(lambda: self.tokenizer(text, add_special_tokens=special).input_ids))
         except (UnicodeError, TypeError) as error:  # lone surrogates

@@ -7,10 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_CHOICES = 128
+# Work that is done in every step, while all others wait, has its limits.
 MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1000
+MAX_LISTED = 1024  # stop_token_ids, logit_bias
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
-StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 
 
 class Body(BaseModel):
@@ -32,12 +36,12 @@ class GenerationBody(Body):
 
     model: str | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LISTED)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: Annotated[str, Field(min_length=1)] | StopStrings | None = None
+    stop: StopString | StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -47,12 +51,12 @@ class GenerationBody(Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_LISTED)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     # this server's own
@@ -68,9 +72,12 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="At least 1; 0 with echo, for the prompt alone."
+    )
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=-1)] | None = None
     suffix: str | None = None
 
 
@@ -101,7 +108,7 @@ class ChatBody(GenerationBody):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None
     response_format: TextFormat | None = None
     # vLLM's extensions
     add_generation_prompt: bool | None = None

@@ -10,7 +10,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from peagle.engine.engine import Engine
+from peagle.engine.engine import Engine, captured_rows
 from peagle.errors import InputError
 from peagle.server.engine_loop import EngineLoop
 from peagle.server.errors import shutting_down
@@ -71,6 +71,16 @@ def make_server(app: FastAPI, engine_loop: EngineLoop, drain_seconds: float, acc
     return DrainingServer(config, engine_loop, drain_seconds)
 
 
+def gpu_lines(engine: Engine) -> list[str]:
+    """How steps run on a GPU; nothing on a CPU."""
+    if engine.target.device.type != "cuda":
+        return []
+    rows = captured_rows(engine.config, engine.target.device, engine.num_speculative_tokens)
+    graphs = f"CUDA graphs for steps of up to {rows} rows" if rows else "no CUDA graphs"
+    ahead = "one step ahead of the host" if engine.config.async_scheduling else "no step ahead of the host"
+    return [f"steps        {graphs} · {ahead}"]
+
+
 def banner(engine: Engine, model_names: tuple[str, ...], url: str, warnings: list[str]) -> str:
     """What will run, for the terminal."""
     target, drafter, blocks = engine.target, engine.drafter, engine.blocks
@@ -82,11 +92,19 @@ def banner(engine: Engine, model_names: tuple[str, ...], url: str, warnings: lis
         kind = "P-EAGLE, all drafts in one pass" if drafter.config.kind == "p-eagle" else "EAGLE-3, one draft a pass"
         layers = drafter.config.num_hidden_layers
         lines.append(f"head         {kind} · {layers} layer{'s' * (layers > 1)} · K = {engine.num_speculative_tokens}")
+    if engine.synthetic:
+        lines.append(
+            "BENCHMARK ONLY  synthetic acceptance: drafts are accepted by chance, and what comes out is no text"
+        )
     held = blocks.num_blocks * blocks.block_size
+    kept = f"{blocks.num_blocks} blocks of {blocks.block_size} · {held} tokens"
+    prefix = "with" if engine.config.enable_prefix_caching else "without"
     lines += [
-        f"KV cache     {blocks.num_blocks} blocks of {blocks.block_size} · {held} tokens",
+        f"KV cache     {kept} · {engine.config.kv_cache_dtype} · {prefix} prefix caching",
         f"limits       {engine.max_model_len} tokens a request · {engine.config.max_num_seqs} requests at once · "
-        f"{engine.scheduler.max_num_batched_tokens} tokens a step",
+        f"{engine.scheduler.max_num_batched_tokens} tokens a step"
+        f"{'' if engine.config.enable_chunked_prefill else ' · a prompt in one'}",
+        *gpu_lines(engine),
         *(f"warning      {text}" for text in warnings),
         f"listening    {url}",
     ]

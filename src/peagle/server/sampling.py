@@ -1,8 +1,8 @@
-"""A request's fields as SamplingParams; whatever the engine does not do is refused, never dropped."""
+"""A request's fields as SamplingParams; whatever the server does not do is refused, never dropped."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 from peagle.engine.sampling_params import MAX_SEED, SamplingParams
@@ -10,62 +10,40 @@ from peagle.errors import InputError
 from peagle.server.errors import ApiError, bad_request
 from peagle.server.protocol import ChatBody, CompletionBody
 
-# Asked for by name only: the engine gets them when SamplingParams has a field of that name. The value is what a client
-# may send in any case, because it asks for nothing.
-SAMPLING: dict[str, Any] = {
-    "temperature": None,
-    "top_p": 1.0,
-    "top_k": None,
-    "min_p": 0.0,
-    "seed": None,
-    "stop": None,
-    "stop_token_ids": [],
-    "ignore_eos": False,
-    "min_tokens": 0,
-    "skip_special_tokens": True,
-    "include_stop_str_in_output": False,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-    "num_speculative_tokens": None,
-}
-# The server itself has no form for these in its answers.
-NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-}
-ENGINE_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+# fields of both bodies that SamplingParams has under the same name and with the same meaning
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("skip_special_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "num_speculative_tokens"),
+)
+# what is not done at all, with the value that a client may send in any case, because it asks for nothing
+NOT_SERVED: dict[str, Any] = {"suffix": "", "best_of": 1}
 
 
 def refuse_unserved(body: ChatBody | CompletionBody) -> None:
     """Raise ApiError for a field that asks for something that this server does not do."""
     for name, harmless in NOT_SERVED.items():
         value = getattr(body, name, None)
-        if value is not None and not any(value == known and type(value) is type(known) for known in harmless):
+        if value is not None and (value != harmless or type(value) is not type(harmless)):
             raise bad_request(name, f"{name}: got {value!r}, but this server does not support it", "unsupported")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options", "stream_options: only allowed with stream: true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs", f"prompt_logprobs: got {body.prompt_logprobs}, not available in a stream")
+    if isinstance(body, CompletionBody) and body.max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens", "max_tokens: got 0, expected at least 1, or echo: true for the prompt alone")
 
 
 def sampling_params(body: ChatBody | CompletionBody, max_tokens: int | None) -> SamplingParams:
     """The engine's parameters. Raises ApiError naming the field."""
     refuse_unserved(body)
-    values: dict[str, Any] = {"max_tokens": max_tokens}
-    for name, harmless in SAMPLING.items():
-        value = getattr(body, name)
-        if value is None:
-            continue
-        if name in ENGINE_FIELDS:
-            values[name] = _logit_bias(value) if name == "logit_bias" else value
-        elif value != harmless:
-            raise bad_request(name, f"{name}: got {value!r}, but this engine does not support it", "unsupported")
-    if (logprobs := wanted_logprobs(body)) is not None:
-        if "logprobs" not in ENGINE_FIELDS:
-            raise bad_request("logprobs", f"logprobs: got {body.logprobs}, but this engine does not support it")
-        values["logprobs"] = logprobs
+    # an echo without an answer still takes a step, which chooses a token that nobody sees
+    values: dict[str, Any] = {"max_tokens": 1 if max_tokens == 0 else max_tokens}
+    values |= {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        values["logit_bias"] = _logit_bias(body.logit_bias)
+    values["logprobs"] = wanted_logprobs(body)
+    values["prompt_logprobs"] = _most(body.prompt_logprobs, echoed_logprobs(body))
     try:
         return SamplingParams(**values)
     except InputError as error:
@@ -73,7 +51,7 @@ def sampling_params(body: ChatBody | CompletionBody, max_tokens: int | None) -> 
 
 
 def wanted_logprobs(body: ChatBody | CompletionBody) -> int | None:
-    """How many alternatives a token the client wants beside the token itself; None for no logprobs at all."""
+    """How many alternatives a token the client wants beside the token itself (-1: all); None for no logprobs at all."""
     if isinstance(body, CompletionBody):
         return body.logprobs
     if not body.logprobs:
@@ -85,6 +63,16 @@ def wanted_logprobs(body: ChatBody | CompletionBody) -> int | None:
     return body.top_logprobs or 0
 
 
+def echoed_logprobs(body: ChatBody | CompletionBody) -> int | None:
+    """The same for a prompt that stands in the answer; None when none does, or without logprobs."""
+    return body.logprobs if isinstance(body, CompletionBody) and body.echo else None
+
+
+def _most(*counts: int | None) -> int | None:
+    given = [count for count in counts if count is not None]
+    return None if not given else -1 if -1 in given else max(given)
+
+
 def _logit_bias(value: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in value.items()}
@@ -93,19 +81,24 @@ def _logit_bias(value: dict[str, float]) -> dict[int, float]:
 
 
 def from_input_error(error: InputError, body: ChatBody | CompletionBody) -> ApiError:
-    """400 with the field that the engine's message begins with."""
-    message = str(error)
-    name = message.partition(":")[0]
-    if name == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
-        name = "max_completion_tokens"
-    if name == "prompt" and isinstance(body, ChatBody):
-        name = "messages"
-    return bad_request(name if name in type(body).model_fields else None, message)
+    """400 with the field that the engine's message begins with, under the name that it has in the body."""
+    name, colon, rest = str(error).partition(":")
+    if isinstance(body, ChatBody):
+        name = {"prompt": "messages", "logprobs": "top_logprobs"}.get(name, name)
+        if name == "max_tokens" and body.max_completion_tokens is not None:
+            name = "max_completion_tokens"
+    return bad_request(name if name in type(body).model_fields else None, f"{name}{colon}{rest}")
 
 
-def choice_params(params: SamplingParams, choice: int) -> SamplingParams:
-    """The parameters of the choice-th answer to one prompt: its seed is the request's plus its number, as in vLLM."""
-    if params.seed is None or choice == 0:
+def choice_params(params: SamplingParams, choice: int, stream: bool) -> SamplingParams:
+    """The parameters of the choice-th answer to one prompt: its seed is the request's plus its number, as in vLLM.
+
+    The prompt's logprobs are those of the first answer; in a stream, which waits for no other, each has its own.
+    """
+    if choice == 0:
         return params
-    values = {field.name: getattr(params, field.name) for field in fields(params)}
-    return SamplingParams(**values | {"seed": (params.seed + choice) % (MAX_SEED + 1)})
+    return replace(
+        params,
+        seed=None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1),
+        prompt_logprobs=params.prompt_logprobs if stream else None,
+    )
