@@ -64,12 +64,11 @@ def test_attention_on_random_lengths(seed):
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("splits", [2, 4, 16])
-@pytest.mark.parametrize("options", [{}, {"sinks": True, "sliding_window": 40}, {"softcap": 3.0}])
+@pytest.mark.parametrize(("splits", "options"), [(2, {}), (16, {"sinks": True, "sliding_window": 40, "softcap": 3.0})])
 def test_split_keys(splits, options):
-    q, k, v, batch = ragged(2, (8, 2), 32, 16, (1, 8, 3, 5), (0, 300, 64, 127))
+    q, k, v, batch = ragged(2, (4, 2), 32, 16, (1, 8, 3), (0, 200, 64))
     if options.get("sinks"):
-        options = {**options, "sinks": torch.randn(8)}
+        options = {**options, "sinks": torch.randn(4)}
     expected = paged_attention(q, k, v, batch, 32**-0.5, **options)
     moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     on_device = (q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), to_device(batch))
