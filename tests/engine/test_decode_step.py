@@ -159,6 +159,42 @@ def test_ends_inside_accepted_runs(target: Target, plain: list[list[int]], fixed
     assert engine.stats.num_output_tokens < 40 * len(SEQUENCES)
 
 
+def test_text_and_reports_one_step_behind(target: Target, plain: list[list[int]], fixed: Fixed) -> None:
+    """Streamed text, stop strings, logprobs and prompt logprobs in small chunks: as without running ahead."""
+    answers = {str(i): prompt + answer for i, (prompt, answer) in enumerate(zip(SEQUENCES, plain, strict=True))}
+    assert target.tokenizer is not None
+    stop = target.tokenizer.decode(plain[3][9:11])
+    params = [
+        greedy(30),
+        greedy(25, logprobs=2),
+        greedy(20, prompt_logprobs=1),
+        greedy(30, stop=[stop]),
+        greedy(30, stop=[stop], include_stop_str_in_output=True, stop_token_ids=[plain[4][20]]),
+        greedy(30, stop_token_ids=[plain[5][14]], include_stop_str_in_output=True),
+        greedy(9, presence_penalty=0.5),
+        greedy(35, stop_token_ids=[plain[7][8]]),
+    ]
+    results = []
+    for behind in (False, True):
+        engine = fixed(target, tiny_head(target), 3, async_scheduling=behind, max_num_batched_tokens=24)
+        replay(engine, answers, by_position(3))
+        requests = [
+            engine.add_request(str(i), prompt, own, stream_text=i % 2 == 0)
+            for i, (prompt, own) in enumerate(zip(SEQUENCES, params, strict=True))
+        ]
+        streamed: dict[str, str] = {}
+        for output in drain(engine):
+            streamed[output.request_id] = streamed.get(output.request_id, "") + output.new_text
+        for i, request in enumerate(requests):
+            assert streamed[str(i)] == (engine.text(request) if i % 2 == 0 else "")
+        assert engine.blocks.num_free == engine.blocks.num_blocks
+        results.append(
+            [(*facts([r])[0], engine.text(r), r.logprobs, r.prompt_logprobs, r.stop_reason) for r in requests]
+        )
+    assert results[0] == results[1]
+    assert stop not in results[0][3][3]
+
+
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
 def test_preemption(target: Target, plain: list[list[int]], fixed: Fixed, kind: str, behind: bool) -> None:

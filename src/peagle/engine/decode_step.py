@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.engine.drafting import DraftPass, Verified
+from peagle.engine.fetch import fetch_later
 from peagle.engine.graphs import Graphs, capture_sizes
 from peagle.engine.lanes import Lanes
 from peagle.engine.plan import StepPlan, StepResult
@@ -133,10 +134,10 @@ class DecodeStep:
         fetched = []
         for _ in range(num_steps):
             self._advance_fast(batch, way)
-            fetched.append(_fetch(batch.result, len(lane)))
+            fetched.append(fetch_later(batch.result))
 
         def wait() -> StepResult:
-            steps = [fetch() for fetch in fetched]
+            steps = [fetch()[: len(lane)] for fetch in fetched]
             if num_steps == 1:
                 rows = steps[0].tolist()
                 return StepResult([row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows])
@@ -240,20 +241,3 @@ class DecodeStep:
             filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
             drawn = torch.where(filtered, sample_filtered(scaled, top_k, top_p, noise, min_p), drawn)
         return torch.where(temperature > 0, drawn, choices)
-
-
-def _fetch(result: Tensor, count: int) -> Callable[[], NDArray[np.int64]]:
-    """Start copying the first rows of a step's result to the host; call what it returns to wait for them."""
-    if not result.is_cuda:
-        rows = result[:count].numpy().copy()
-        return lambda: rows
-    pinned = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-    pinned.copy_(result, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def wait() -> NDArray[np.int64]:
-        arrived.synchronize()
-        return pinned[:count].numpy()
-
-    return wait

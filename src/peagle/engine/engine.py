@@ -127,7 +127,9 @@ class Engine:
             )
         self.stats = EngineStats(synthetic=self.synthetic)
         self.requests: dict[str, Request] = {}
-        self._flight: tuple[Schedule, Launched] | None = None  # a step that runs ahead of the host
+        # on the CPU nothing is gained by starting a step early, as the host is the device
+        self._runs_ahead = config.async_scheduling and (target.device.type == "cuda" or self.runner.decode is not None)
+        self._flight: tuple[Schedule, Launched] | None = None  # the step that was started early
         self._decoded: dict[int, str] = {}  # token ids that logprobs have been reported of
         self._seeds = np.random.default_rng(config.seed)
 
@@ -237,6 +239,7 @@ class Engine:
             if (detokenizer := self._detokenizer(request)) is None:
                 return ""
             detokenizer.push(request.text_token_ids(), may_stop=False)
+        request.show()
         detokenizer.finish()
         return detokenizer.text
 
@@ -253,37 +256,48 @@ class Engine:
         return True
 
     def step(self) -> list[StepOutput]:
-        """Run one step; what it added to each request that got tokens. An empty list when there is nothing to do."""
+        """Run one step; what it added to each request that got tokens. An empty list when there is nothing to do.
+
+        On a GPU the next step is under way when this returns (`async_scheduling`), started as early as can be: before
+        this one's result is there when the batch will stay as it is, else before the result is turned into text. What
+        a step computes for requests that have ended meanwhile is dropped.
+        """
         flight, self._flight = self._flight, None
-        if flight is not None and all(request.status is Status.FINISHED for request in flight[0].requests):
-            flight = None  # nobody is left who would want its tokens
+        if flight is None or all(request.status is Status.FINISHED for request in flight[0].requests):
+            flight = self._launch()
         if flight is None:
-            schedule = self.scheduler.schedule()
-            self.stats.num_preemptions += len(schedule.preempted)
-            self.stats.prefix_cache_queries += schedule.cache_queries
-            self.stats.prefix_cache_hits += schedule.cache_hits
-            if not schedule.requests:
-                return []
-            flight = schedule, self.runner.launch(schedule.plan)
+            return []
         schedule, launched = flight
-        if self.config.async_scheduling and launched.repeatable:
-            # the device goes on while the host reads this step; tokens behind a request's end are dropped
-            ahead = self.scheduler.repeat(schedule)
-            if ahead is not None:
-                self._flight = ahead, self.runner.repeat(ahead.plan)
-        self.stats.num_steps += 1
-        return self._advance(schedule, launched.wait())
+        if self._runs_ahead and launched.repeatable and (ahead := self.scheduler.repeat(schedule)) is not None:
+            self._flight = ahead, self.runner.repeat(ahead.plan)
+        advanced = self._advance(schedule, launched.wait())
+        if self._runs_ahead and self._flight is None:
+            self._flight = self._launch()
+        return [self._output(*one) for one in advanced]
+
+    def _launch(self) -> tuple[Schedule, Launched] | None:
+        """Plan a step and start it; None when there is nothing to run."""
+        schedule = self.scheduler.schedule()
+        self.stats.num_preemptions += len(schedule.preempted)
+        self.stats.prefix_cache_queries += schedule.cache_queries
+        self.stats.prefix_cache_hits += schedule.cache_hits
+        return (schedule, self.runner.launch(schedule.plan)) if schedule.requests else None
 
     def capture(self) -> None:
         """On a GPU record the CUDA graphs of all batch sizes now; without this each is recorded when it first runs."""
         self.runner.capture()
 
-    def _advance(self, schedule: Schedule, result: StepResult) -> list[StepOutput]:
+    def _advance(
+        self, schedule: Schedule, result: StepResult
+    ) -> list[tuple[Request, list[int], int, list[TokenLogprobs]]]:
+        """Enter a step's result into its requests: all that planning the next step needs.
+
+        Returns what it added: (request, tokens, how many of them came from drafts, reports on them).
+        """
         if schedule.ahead:
             self.scheduler.catch_up(schedule)
         plan = schedule.plan
-        outputs: list[StepOutput] = []
-        finished: list[Request] = []
+        advanced = []
         for i, request in enumerate(schedule.requests):
             if request.status is Status.FINISHED:  # ended or aborted while the step ran
                 continue
@@ -306,19 +320,26 @@ class Engine:
                 request.metrics.add(drafted, from_drafts)
                 self.stats.spec.add(drafted, from_drafts)
             self.stats.num_output_tokens += kept
-            output = StepOutput(request.request_id, new[:kept], [True] * from_drafts + [False] * (kept - from_drafts))
-            if request.logprobs is not None:
-                output.new_logprobs = [self._named(report) for report in result.logprobs[i][:kept]]
-                request.logprobs += output.new_logprobs
-            if request.status is Status.FINISHED:
-                output.finished = True
-                output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
-                finished.append(request)
-            if request.stream_text and request.detokenizer is not None:
-                output.new_text = request.detokenizer.take(output.finished)
-            outputs.append(output)
+            advanced.append((request, new[:kept], from_drafts, result.logprobs.get(i, [])[:kept]))
+        finished = [request for request, *_ in advanced if request.status is Status.FINISHED]
         self.scheduler.remove_finished(finished)
         for request in finished:
             del self.requests[request.request_id]
+        self.stats.num_steps += 1
         self.stats.num_finished += len(finished)
-        return outputs
+        return advanced
+
+    def _output(
+        self, request: Request, tokens: list[int], from_drafts: int, reports: list[TokenLogprobs]
+    ) -> StepOutput:
+        output = StepOutput(request.request_id, tokens, [True] * from_drafts + [False] * (len(tokens) - from_drafts))
+        if request.logprobs is not None:
+            output.new_logprobs = [self._named(report) for report in reports]
+            request.logprobs += output.new_logprobs
+        if request.status is Status.FINISHED:
+            output.finished = True
+            output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+        request.show()
+        if request.stream_text and request.detokenizer is not None:
+            output.new_text = request.detokenizer.take(output.finished)
+        return output

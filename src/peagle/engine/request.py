@@ -28,6 +28,7 @@ class Request:
     num_prompt_logprobs: how many of the likeliest tokens to report, -1 for no report. logprobs, prompt_logprobs: the
     reports so far, None when not asked for. block_keys: of its full blocks, the first num_keyed_blocks of which are
     entered in the prefix cache; num_cached_tokens: how many came from there when it first ran, -1 before that.
+    unshown: output tokens that the detokenizer has yet to be given.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class Request:
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    unshown: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -81,30 +83,34 @@ class Request:
         then length.
         """
         params, tokens = self.params, self.token_ids
-        for kept, token in enumerate(new, 1):
+        each = self.detokenizer if params.stop_strings else None  # else `show` will do
+        kept = 0
+        for token in new:
             tokens.append(token)
+            kept += 1
             may_stop = len(tokens) - self.num_prompt >= params.min_tokens
             if may_stop and token in self.stop_ids:
-                self._show(new[: kept - 1])
-                if self.detokenizer is not None and params.include_stop_str_in_output:
-                    self.detokenizer.push([token], may_stop=False)
                 self.finish("stop", token if token in (params.stop_token_ids or ()) else None)
-                return kept
-            each = self.detokenizer if params.stop_strings else None
+                if each is not None and params.include_stop_str_in_output:
+                    each.push([token], may_stop=False)
+                break
             if each is not None and (stop := each.push([token], may_stop)) is not None:
                 self.finish("stop", stop)
-                return kept
+                break
             if len(tokens) >= self.max_total_tokens:
-                self._show(new[:kept])
                 self.finish("length")
-                return kept
-        self._show(new)
-        return len(new)
+                break
+        if each is None and self.detokenizer is not None:
+            ended_by_token = self.finish_reason == "stop" and not params.include_stop_str_in_output
+            self.unshown += new[: kept - 1 if ended_by_token else kept]
+        return kept
 
-    def _show(self, new: list[int]) -> None:
-        """Turn tokens into text, all at once: only stop strings need to know which token brings what."""
-        if new and self.detokenizer is not None and not self.params.stop_strings:
-            self.detokenizer.push(new)
+    def show(self) -> None:
+        """Turn the tokens that are no text yet into text, all at once: only stop strings need to know which token
+        brings what, and they have been looked for in `append`."""
+        if self.unshown and self.detokenizer is not None:
+            self.detokenizer.push(self.unshown, may_stop=False)
+            self.unshown = []
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         self.status = Status.FINISHED

@@ -16,6 +16,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.adjust import adjust
 from peagle.engine.decode_step import DecodeStep
 from peagle.engine.drafting import DraftPass, Verified
+from peagle.engine.fetch import fetch_later
 from peagle.engine.lanes import Lanes
 from peagle.engine.logprobs import ReportRows, pack_logprobs, unpack_logprobs
 from peagle.engine.plan import StepPlan, StepResult
@@ -83,15 +84,15 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Start one step. Only one that `decode` runs as a whole returns before the device is done."""
+        """Start one step; on a GPU this returns before the device is done."""
         self.lanes.apply(plan)
         found = self.decode.fits(plan) if self.decode is not None else []
         if self.decode is not None and len(found) == len(plan.lanes):
             return Launched(self.decode.launch(plan, self.num_scheduler_steps), True)
-        if self.decode is None or self.num_scheduler_steps == 1:
-            found = []
-        result = self._execute_parts(plan, found) if found else self._execute(plan)
-        return Launched(lambda: result, False)
+        if found and self.num_scheduler_steps > 1:
+            result = self._execute_parts(plan, found)
+            return Launched(lambda: result, False)
+        return Launched(self._execute(plan), False)
 
     @torch.inference_mode()
     def repeat(self, plan: StepPlan) -> Launched:
@@ -112,7 +113,7 @@ class Runner:
         assert self.decode is not None
         rest = sorted(set(range(len(plan.lanes))) - set(burst))
         result = StepResult([[]] * len(plan.lanes), [0] * len(plan.lanes), [0] * len(plan.lanes))
-        first = self._execute(plan.part(rest))
+        first = self._execute(plan.part(rest))()
         for index, part in ((rest, first), (burst, self.decode.launch(plan.part(burst), self.num_scheduler_steps)())):
             for i, tokens, accepted in zip(index, part.tokens, part.num_accepted, strict=True):
                 result.tokens[i], result.num_accepted[i] = tokens, accepted
@@ -120,7 +121,8 @@ class Runner:
             result.prompt_logprobs |= {index[i]: rows for i, rows in part.prompt_logprobs.items()}
         return result
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Run a plan in the shape that its rows have; call what it returns to wait for the result."""
         inputs = build_step_inputs(plan, self.lanes, self.num_speculative_tokens, self.device)
         token_ids = self.lanes.flat_tokens[inputs.token_index].long()
         drafting = self.draft_pass is not None and inputs.any_speculation
@@ -154,25 +156,31 @@ class Runner:
             drafts = self.draft_pass.propose(inputs.batch, verified)
             self.lanes.store_drafts(drafts, num_drafts, inputs.lane_offset, next_position)
         decided = torch.cat((tokens, num_accepted[:, None], num_drafts[:, None]), dim=1)
-        if packed:
-            return self._with_logprobs(decided, packed, inputs)
-        return self._result(decided.tolist())
-
-    def _result(self, rows: list[list[int]]) -> StepResult:
-        return StepResult([row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows])
-
-    def _with_logprobs(self, decided: Tensor, packed: list[Tensor], inputs: StepInputs) -> StepResult:
-        """The result with its reports, all of it fetched at once."""
+        if not packed:
+            fetch = fetch_later(decided)
+            return lambda: self._result(fetch().tolist())
+        shape = decided.shape
         parts = [decided, *packed]
-        flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
-        numbers = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
-        result = self._result(numbers.pop(0).reshape(decided.shape).tolist())
-        reports = ((inputs.report, result.logprobs), (inputs.prompt_report, result.prompt_logprobs))
-        for report, found in reports:
-            if report is not None:
-                for owner, logprobs in unpack_logprobs(numbers.pop(0), report):
-                    found.setdefault(owner, []).append(logprobs)
-        return result
+        sizes = [part.numel() for part in parts]
+        fetch = fetch_later(torch.cat([part.flatten() for part in parts]))  # all of it at once
+
+        def wait() -> StepResult:
+            numbers = np.split(fetch(), np.cumsum(sizes)[:-1])
+            result = self._result(numbers.pop(0).reshape(shape).tolist())
+            for report, found in (
+                (inputs.report, result.logprobs),
+                (inputs.prompt_report, result.prompt_logprobs),
+            ):
+                if report is not None:
+                    for owner, logprobs in unpack_logprobs(numbers.pop(0), report):
+                        found.setdefault(owner, []).append(logprobs)
+            return result
+
+        return wait
+
+    @staticmethod
+    def _result(rows: list[list[int]]) -> StepResult:
+        return StepResult([row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows])
 
     def _verify(
         self, logits: Tensor | None, token_ids: Tensor, inputs: StepInputs, packed: list[Tensor]
