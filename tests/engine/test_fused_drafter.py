@@ -38,7 +38,7 @@ def test_equals_the_drafter(target: Target, kind: str, options: dict[str, bool])
             return attend_paged(q, k, v, caches[layer], batch, drafter.config.head_dim**-0.5)
 
         if fused:
-            out = FusedDrafter(drafter)(embeds, hidden, positions, caches, batch)
+            out = FusedDrafter(drafter, 128)(embeds, hidden, positions, caches, batch)
         else:
             out = drafter(embeds, hidden, positions, attend)
         results.append([*out, *(pool for layer in caches for pool in layer)])
@@ -54,6 +54,6 @@ def test_engine_drafts_the_same(target: Target, kind: str) -> None:
         engine = make_engine(target, drafter, 4)
         assert engine.runner.draft_pass is not None
         if fused:
-            engine.runner.draft_pass.fused = FusedDrafter(drafter)
+            engine.runner.draft_pass.fused = FusedDrafter(drafter, 128)
         results.append([(r.output_token_ids, r.metrics) for r in run(engine, SEQUENCES, greedy(30))])
     assert results[0] == results[1]

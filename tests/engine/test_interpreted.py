@@ -62,6 +62,6 @@ def test_same_as_eager(target_folder: Callable[[str], Path], request: pytest.Fix
     fuse_decoder_layers(target)
     engine = make_engine(target, drafter, 3)
     assert engine.runner.draft_pass is not None
-    engine.runner.draft_pass.fused = FusedDrafter(drafter)
+    engine.runner.draft_pass.fused = FusedDrafter(drafter, 128)
     assert facts(engine, greedy(12)) == expected
     assert sum(metrics.num_accepted_tokens for _, metrics in expected) > 0

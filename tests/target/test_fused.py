@@ -16,7 +16,9 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target import Target, load_target
 from peagle.target.fused import FusedForward, fuse_decoder_layers
 from tests.conftest import COMMON, WINDOW, make_model, randomise
@@ -69,3 +71,19 @@ def test_can_be_saved(target_folder: Callable[[str], Path], tmp_path: Path) -> N
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_rotary_table() -> None:
+    """The same numbers, for a RoPE type with scaling too; types that look at the text's length are left alone."""
+    for parameters, fixed in (
+        ({"rope_type": "default", "rope_theta": 10000.0}, True),
+        ({"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}, True),
+        ({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, False),
+    ):  # fmt: skip
+        rotary = LlamaRotaryEmbedding(LlamaConfig(**COMMON, rope_parameters=parameters))
+        assert can_tabulate(rotary) is fixed
+        if fixed:
+            x, positions = torch.zeros(1, dtype=torch.bfloat16), torch.tensor([[0, 1, 7, 499]])
+            for ours, expected in zip(RotaryTable(rotary, 512, x)(x, positions), rotary(x, positions), strict=True):
+                assert torch.equal(ours, expected)

@@ -59,6 +59,7 @@ class DraftPass:
         num_drafts: int,
         num_blocks: int,
         block_size: int,
+        max_model_len: int,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.drafter = drafter
@@ -67,7 +68,7 @@ class DraftPass:
         self.parallel = drafter.config.kind == "p-eagle"
         self.scale = drafter.config.head_dim**-0.5
         self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, cache_dtype or drafter.fc.weight.dtype)
-        self.fused = FusedDrafter(drafter) if drafter.fc.weight.is_cuda else None
+        self.fused = FusedDrafter(drafter, max_model_len) if drafter.fc.weight.is_cuda else None
         self.mask_state = drafter.mask_state() if self.parallel else None
 
     def propose(self, target: PagedBatch, verified: Verified, fixed_shape: bool = False) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from peagle.drafter.model import Drafter
 from peagle.kernels.fused_layer import LayerWeights, join_linears, run_layer
+from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.paged_attention import KVCache, PagedBatch
 
 
@@ -35,11 +36,15 @@ def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
 
 
 class FusedDrafter:
-    """A drafter's layers with their weights joined (the drafter's own linears become views of them)."""
+    """A drafter's layers with their weights joined (the drafter's own linears become views of them), for positions
+    below `length`."""
 
     @torch.no_grad()
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, length: int) -> None:
         self.drafter = drafter
+        self.rotary: Any = drafter.rotary
+        if can_tabulate(drafter.rotary):
+            self.rotary = RotaryTable(drafter.rotary, length, drafter.fc.weight)
         self.layers: list[Any] = list(drafter.layers)
         self.weights = [_weights(layer, drafter) for layer in self.layers]
 
@@ -48,7 +53,7 @@ class FusedDrafter:
     ) -> tuple[Tensor, Tensor]:
         """As `Drafter.forward`: embeds, hidden [T, H], positions [T] -> (normed, feedback) [T, H]."""
         drafter = self.drafter
-        cos, sin = drafter.rotary(hidden, positions[None])
+        cos, sin = self.rotary(hidden, positions[None])
         for layer, weights, cache in zip(self.layers, self.weights, kv_cache, strict=True):
             residual = hidden
             if layer.layer == 0:

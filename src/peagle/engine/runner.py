@@ -65,7 +65,9 @@ class Runner:
         self.draft_pass: DraftPass | None = None
         if drafter is not None:
             with torch.inference_mode():
-                self.draft_pass = DraftPass(drafter, num_speculative_tokens, num_blocks, block_size, cache_dtype)
+                self.draft_pass = DraftPass(
+                    drafter, num_speculative_tokens, num_blocks, block_size, max_model_len, cache_dtype
+                )
         self.synthetic_rates = None if synthetic_rates is None else conditional_rates(synthetic_rates, self.device)
         self.num_scheduler_steps = num_scheduler_steps
         self.decode: DecodeStep | None = None
