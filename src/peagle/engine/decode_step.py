@@ -175,10 +175,11 @@ class DecodeStep:
         settings[:, :n] = lanes.temperature[lane], lanes.top_p[lane], lanes.min_p[lane]
         device = batch.numbers.device
         (moved,), (moved_settings,) = to_device([numbers], device), to_device([settings], device)
-        (tables,) = to_device([lanes.block_tables[lane]], device)
+        width = int(lanes.num_blocks[lane].max())
+        (tables,) = to_device([lanes.block_tables[lane, :width]], device)
         batch.numbers.copy_(moved)
         batch.settings.copy_(moved_settings)
-        batch.block_tables[:n].copy_(tables)
+        batch.block_tables[:n, :width].copy_(tables)
         return batch
 
     def _advance_fast(self, batch: DecodeBatch, way: int) -> None:

@@ -31,6 +31,7 @@ class Lanes:
         self.tokens = torch.zeros(max_num_seqs, self.width, dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
         self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)  # how much of its block table a lane uses
         self.max_drafts = np.zeros(max_num_seqs, dtype=np.int64)
         self.max_total = np.zeros(max_num_seqs, dtype=np.int64)
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
@@ -56,6 +57,7 @@ class Lanes:
             self._set(setup)
         for lane, first, blocks in plan.new_blocks:
             self.block_tables[lane, first : first + len(blocks)] = blocks
+            self.num_blocks[lane] = first + len(blocks)
 
     def store_drafts(self, drafts: Tensor, num_drafts: Tensor, lane_offset: Tensor, next_position: Tensor) -> None:
         """Write the wanted drafts of some lanes behind their next tokens (see `decode_rows.store_drafts`)."""

@@ -1,0 +1,77 @@
+"""When a function is run, recorded and replayed, with CUDA's part played by a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from peagle.engine.graphs import Graphs
+
+
+class FakeGraph:
+    """Counts replays."""
+
+    made: list[FakeGraph]
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self.made.append(self)
+
+    def pool(self) -> tuple[int, int]:
+        return (0, len(self.made))
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
+    FakeGraph.made = []
+    pools: list[object] = []
+
+    @contextmanager
+    def graph(_graph: FakeGraph, pool: object) -> Iterator[None]:
+        pools.append(pool)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _mode: None)
+    return FakeGraph.made
+
+
+def test_run_record_replay(made: list[FakeGraph]) -> None:
+    graphs, calls = Graphs(), []
+    for _ in range(4):
+        graphs.run("a", lambda: calls.append("a"))
+    assert calls == ["a", "a"]  # an ordinary run, and the recording
+    assert [graph.replays for graph in made] == [3]
+    graphs.run("b", lambda: calls.append("b"))
+    assert calls[-1] == "b"
+    assert len(graphs) == 1
+
+
+def test_a_step_that_waits_runs_without(made: list[FakeGraph], caplog: pytest.LogCaptureFixture) -> None:
+    graphs, calls = Graphs(), []
+
+    def step() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    for _ in range(3):
+        graphs.run("a", step)
+    assert calls == [0, 1, 2, 3]  # the failed one is done again
+    assert not made
+    assert "without CUDA graphs" in caplog.text
+
+
+def test_other_errors_are_not_hidden(made: list[FakeGraph]) -> None:
+    def step() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Graphs().run("a", step)
