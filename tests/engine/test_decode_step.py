@@ -14,7 +14,7 @@ import torch
 from peagle.config import EngineConfig
 from peagle.drafter import Drafter
 from peagle.engine import Engine, SamplingParams
-from peagle.engine.engine import captured_rows
+from peagle.engine.checks import captured_rows
 from peagle.engine.graphs import capture_sizes
 from peagle.engine.request import Request
 from peagle.errors import InputError

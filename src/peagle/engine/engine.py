@@ -6,14 +6,15 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from peagle.config import EngineConfig
 from peagle.drafter.model import Drafter
+from peagle.engine.checks import captured_rows, check_depth, check_params, check_prompt, count_logprobs
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.kv_cache import BlockManager
+from peagle.engine.logprobs import TokenNames
 from peagle.engine.memory import cache_dtype, fit_model_len, num_kv_blocks
-from peagle.engine.outputs import Logprob, PositionLogprobs, StepOutput
+from peagle.engine.outputs import StepOutput
 from peagle.engine.plan import StepResult, TokenLogprobs
 from peagle.engine.request import Request, Status
 from peagle.engine.runner import Launched, Runner
@@ -24,31 +25,6 @@ from peagle.errors import InputError
 from peagle.target.model import Target
 
 log = logging.getLogger(__name__)
-
-MAX_CAPTURED_ROWS = 1024  # unless the config says otherwise
-
-
-def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
-    """Refuse a K of 0 or less; warn of a P-EAGLE head asked for more drafts than it was trained for."""
-    if num_speculative_tokens < 1:
-        raise InputError(f"num_speculative_tokens: got {num_speculative_tokens}, expected a positive integer")
-    k_train = drafter.config.k_train
-    if drafter.config.kind == "p-eagle" and k_train is not None and num_speculative_tokens > k_train:
-        log.warning(
-            "num_speculative_tokens %d is more than the %d that the head was trained for: later drafts will seldom be "
-            "accepted",
-            num_speculative_tokens,
-            k_train,
-        )
-
-
-def captured_rows(config: EngineConfig, device: torch.device, num_speculative_tokens: int) -> int:
-    """The most target rows of a step that runs in fixed shapes, as CUDA graphs; 0: none does."""
-    if config.enforce_eager or (device.type != "cuda" and config.num_scheduler_steps == 1):
-        return 0
-    if config.max_cudagraph_capture_size is not None:
-        return config.max_cudagraph_capture_size
-    return min(config.max_num_seqs * (num_speculative_tokens + 1), MAX_CAPTURED_ROWS)
 
 
 class Engine:
@@ -130,7 +106,7 @@ class Engine:
         # on the CPU nothing is gained by starting a step early, as the host is the device
         self._runs_ahead = config.async_scheduling and (target.device.type == "cuda" or self.runner.decode is not None)
         self._flight: tuple[Schedule, Launched] | None = None  # the step that was started early
-        self._decoded: dict[int, str] = {}  # token ids that logprobs have been reported of
+        self._names = TokenNames(target.tokenizer)
         self._seeds = np.random.default_rng(config.seed)
 
     def add_request(
@@ -146,17 +122,11 @@ class Engine:
         reading; it stays valid after it has finished.
         """
         params = params or SamplingParams()
-        prompt = self._check_prompt(prompt_token_ids)
+        vocab, limit = self.target.vocab_size, self.config.max_logprobs
+        prompt = check_prompt(prompt_token_ids, self.max_model_len, vocab)
         if request_id in self.requests:
             raise InputError(f"request_id: {request_id!r} is in use already, expected a new one")
-        if params.stop_strings and self.target.tokenizer is None:
-            raise InputError("stop: the model has no tokenizer, so strings cannot be looked for; use stop_token_ids")
-        for field, ids in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", params.logit_bias or ())):
-            for token in ids:
-                if token >= self.target.vocab_size:
-                    raise InputError(f"{field}: got {token}, expected ids below {self.target.vocab_size}")
-        if params.n != 1:
-            raise InputError(f"n: got {params.n}, expected 1 a request (SamplingParams.completions gives them)")
+        check_params(params, self.target)
         room = self.max_model_len - len(prompt)
         own_k = params.num_speculative_tokens
         request = Request(
@@ -171,8 +141,8 @@ class Engine:
             seed=params.seed if params.seed is not None else int(self._seeds.integers(MAX_SEED)),
             stream_text=stream_text,
             metrics=SpecMetrics(synthetic=self.synthetic),
-            num_logprobs=self._num_logprobs("logprobs", params.logprobs),
-            num_prompt_logprobs=self._num_logprobs("prompt_logprobs", params.prompt_logprobs),
+            num_logprobs=count_logprobs("logprobs", params.logprobs, limit, vocab),
+            num_prompt_logprobs=count_logprobs("prompt_logprobs", params.prompt_logprobs, limit, vocab),
         )
         if params.stop_strings or stream_text:
             request.detokenizer = self._detokenizer(request)
@@ -180,45 +150,6 @@ class Engine:
         self.scheduler.add(request)
         self.stats.num_prompt_tokens += len(prompt)
         return request
-
-    def _num_logprobs(self, name: str, asked: int | None) -> int:
-        """How many of the likeliest tokens to report, -1 for no report."""
-        if asked is None:
-            return -1
-        count = self.target.vocab_size if asked == -1 else asked
-        limit = self.config.max_logprobs
-        if count > (self.target.vocab_size if limit == -1 else limit):
-            raise InputError(f"{name}: got {asked}, expected at most {limit} (max_logprobs)")
-        return min(count, self.target.vocab_size)
-
-    def _named(self, report: TokenLogprobs) -> PositionLogprobs:
-        """A report in vLLM's shape: the token itself first, then the likeliest, which have their ranks by order."""
-        ids, values = report.token_ids, report.logprobs
-        found = {ids[0]: Logprob(values[0], report.rank, self._decode(ids[0]))}
-        for rank, (token, logprob) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
-            found[token] = Logprob(logprob, rank, self._decode(token))
-        return found
-
-    def _decode(self, token: int) -> str | None:
-        if self.target.tokenizer is None:
-            return None
-        if token not in self._decoded:
-            self._decoded[token] = str(self.target.tokenizer.decode([token]))
-        return self._decoded[token]
-
-    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        prompt = [int(token) for token in prompt_token_ids]
-        if not prompt:
-            raise InputError("prompt: got no tokens, expected at least one")
-        if len(prompt) >= self.max_model_len:
-            raise InputError(
-                f"prompt: got {len(prompt)} tokens, expected at most {self.max_model_len - 1} (max_model_len is "
-                f"{self.max_model_len}, and one token is left for the answer)"
-            )
-        if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
-            bad = next(token for token in prompt if not 0 <= token < self.target.vocab_size)
-            raise InputError(f"prompt: got token id {bad}, expected 0 to {self.target.vocab_size - 1}")
-        return prompt
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         if self.target.tokenizer is None:
@@ -303,7 +234,7 @@ class Engine:
                 continue
             computed = plan.starts[i] + plan.query_lens[i]
             if request.prompt_logprobs is not None:
-                request.prompt_logprobs += [self._named(report) for report in result.prompt_logprobs.get(i, ())]
+                request.prompt_logprobs += [self._names.report(report) for report in result.prompt_logprobs.get(i, ())]
             if not plan.samples[i]:
                 request.num_computed = computed
                 self.scheduler.cache_computed(request)
@@ -334,7 +265,7 @@ class Engine:
     ) -> StepOutput:
         output = StepOutput(request.request_id, tokens, [True] * from_drafts + [False] * (len(tokens) - from_drafts))
         if request.logprobs is not None:
-            output.new_logprobs = [self._named(report) for report in reports]
+            output.new_logprobs = [self._names.report(report) for report in reports]
             request.logprobs += output.new_logprobs
         if request.status is Status.FINISHED:
             output.finished = True

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from peagle.engine.outputs import Logprob, PositionLogprobs
 from peagle.engine.plan import TokenLogprobs
 
 ROWS_AT_ONCE = 64  # how many rows of float32 probabilities exist at a time
@@ -57,3 +59,26 @@ def unpack_logprobs(packed: NDArray[np.int64], report: ReportRows) -> Iterator[t
     numbers = np.ascontiguousarray(packed[:, most + 2 :]).view(np.float64).tolist()
     for row, (owner, n) in enumerate(zip(report.owners.tolist(), report.num_top.tolist(), strict=True)):
         yield owner, TokenLogprobs(ids[row][: n + 1], numbers[row][: n + 1], ranks[row])
+
+
+class TokenNames:
+    """Reports in vLLM's shape, with the tokens' texts where there is a tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self._decoded: dict[int, str] = {}
+
+    def report(self, report: TokenLogprobs) -> PositionLogprobs:
+        """The token itself first, then the likeliest, which have their ranks by order."""
+        ids, values = report.token_ids, report.logprobs
+        found = {ids[0]: Logprob(values[0], report.rank, self._decode(ids[0]))}
+        for rank, (token, logprob) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
+            found[token] = Logprob(logprob, rank, self._decode(token))
+        return found
+
+    def _decode(self, token: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        if token not in self._decoded:
+            self._decoded[token] = str(self._tokenizer.decode([token]))
+        return self._decoded[token]

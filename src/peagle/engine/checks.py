@@ -1,0 +1,79 @@
+"""What is refused before anything runs, and what is only warned of: settings of an engine, requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from peagle.config import EngineConfig
+from peagle.drafter.model import Drafter
+from peagle.engine.sampling_params import SamplingParams
+from peagle.errors import InputError
+from peagle.target.model import Target
+
+log = logging.getLogger(__name__)
+
+MAX_CAPTURED_ROWS = 1024  # unless the config says otherwise
+
+
+def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
+    """Refuse a K of 0 or less; warn of a P-EAGLE head asked for more drafts than it was trained for."""
+    if num_speculative_tokens < 1:
+        raise InputError(f"num_speculative_tokens: got {num_speculative_tokens}, expected a positive integer")
+    k_train = drafter.config.k_train
+    if drafter.config.kind == "p-eagle" and k_train is not None and num_speculative_tokens > k_train:
+        log.warning(
+            "num_speculative_tokens %d is more than the %d that the head was trained for: later drafts will seldom be "
+            "accepted",
+            num_speculative_tokens,
+            k_train,
+        )
+
+
+def captured_rows(config: EngineConfig, device: torch.device, num_speculative_tokens: int) -> int:
+    """The most target rows of a step that runs in fixed shapes, as CUDA graphs; 0: none does."""
+    if config.enforce_eager or (device.type != "cuda" and config.num_scheduler_steps == 1):
+        return 0
+    if config.max_cudagraph_capture_size is not None:
+        return config.max_cudagraph_capture_size
+    return min(config.max_num_seqs * (num_speculative_tokens + 1), MAX_CAPTURED_ROWS)
+
+
+def check_prompt(prompt_token_ids: Sequence[int], max_model_len: int, vocab_size: int) -> list[int]:
+    """A prompt's token ids, refused when there are none, too many, or ones that the model does not know."""
+    prompt = [int(token) for token in prompt_token_ids]
+    if not prompt:
+        raise InputError("prompt: got no tokens, expected at least one")
+    if len(prompt) >= max_model_len:
+        raise InputError(
+            f"prompt: got {len(prompt)} tokens, expected at most {max_model_len - 1} (max_model_len is "
+            f"{max_model_len}, and one token is left for the answer)"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        bad = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise InputError(f"prompt: got token id {bad}, expected 0 to {vocab_size - 1}")
+    return prompt
+
+
+def check_params(params: SamplingParams, target: Target) -> None:
+    """Refuse sampling parameters that this target cannot serve."""
+    if params.stop_strings and target.tokenizer is None:
+        raise InputError("stop: the model has no tokenizer, so strings cannot be looked for; use stop_token_ids")
+    for field, ids in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", params.logit_bias or ())):
+        for token in ids:
+            if token >= target.vocab_size:
+                raise InputError(f"{field}: got {token}, expected ids below {target.vocab_size}")
+    if params.n != 1:
+        raise InputError(f"n: got {params.n}, expected 1 a request (SamplingParams.completions gives them)")
+
+
+def count_logprobs(name: str, asked: int | None, max_logprobs: int, vocab_size: int) -> int:
+    """How many of the likeliest tokens to report, -1 for no report."""
+    if asked is None:
+        return -1
+    count = vocab_size if asked == -1 else asked
+    if count > (vocab_size if max_logprobs == -1 else max_logprobs):
+        raise InputError(f"{name}: got {asked}, expected at most {max_logprobs} (max_logprobs)")
+    return min(count, vocab_size)
