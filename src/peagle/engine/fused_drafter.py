@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.kernels.fused_layer import LayerWeights, join_linears, run_layer
+from peagle.kernels.fused_layer import LayerWeights, join_linears, run_layer, tune_layers
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.paged_attention import KVCache, PagedBatch
 
@@ -47,6 +47,7 @@ class FusedDrafter:
             self.rotary = RotaryTable(drafter.rotary, length, drafter.fc.weight)
         self.layers: list[Any] = list(drafter.layers)
         self.weights = [_weights(layer, drafter) for layer in self.layers]
+        tune_layers(self.weights)
 
     def __call__(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, kv_cache: KVCache, batch: PagedBatch

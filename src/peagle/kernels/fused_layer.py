@@ -8,6 +8,7 @@ it. Each Triton kernel (`fused_layer_triton`) has its PyTorch twin here, which i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.target.paged_attention import PagedBatch, attend_written, write_kv
+
+TUNED_LAYERS = 8  # so many layers' weights do not fit into a cache
 
 
 @dataclass(slots=True)
@@ -65,12 +68,57 @@ def run_layer(
 ) -> Tensor:
     """Attention of x [T, H_in] (normed) over the cache, which gets its keys and values, then the MLP: the layer's
     output [T, H]. residual [T, H] is left as it is; cos and sin [T, D]."""
-    qkv = F.linear(x, weights.qkv, weights.qkv_bias)
+    qkv = linear(x, weights.qkv, weights.qkv_bias)
     q = rope_and_write(qkv, cos, sin, weights, cache, batch.slot_mapping)
     out = attend_written(q, cache, batch, weights.scale, weights.sliding_window)
-    out = F.linear(out.reshape(len(out), -1), weights.o, weights.o_bias)
+    out = linear(out.reshape(len(out), -1), weights.o, weights.o_bias)
     hidden, normed = add_rms_norm(out, residual, weights.post_norm, weights.eps)
-    return hidden.addmm_(silu_and_mul(F.linear(normed, weights.gate_up)), weights.down.t())
+    return add_linear_(hidden, silu_linear(normed, weights.gate_up), weights.down)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] @ weight [N, K].T + bias."""
+    if x.is_cuda:
+        from peagle.kernels.skinny_linear import fastest, skinny
+
+        if (config := fastest("plain", x, weight)) is not None:
+            return skinny("plain", x, weight, bias, x.new_empty(len(x), len(weight)), config)
+    return F.linear(x, weight, bias)
+
+
+def silu_linear(x: Tensor, gate_up: Tensor) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T) for gate and up joined to [2 I, K]: [T, I]."""
+    if x.is_cuda:
+        from peagle.kernels.skinny_linear import fastest, skinny
+
+        if (config := fastest("gated", x, gate_up)) is not None:
+            return skinny("gated", x, gate_up, None, x.new_empty(len(x), len(gate_up) // 2), config)
+    return silu_and_mul(F.linear(x, gate_up))
+
+
+def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """total [T, N] += x [T, K] @ weight [N, K].T, in place."""
+    if x.is_cuda:
+        from peagle.kernels.skinny_linear import fastest, skinny
+
+        if (config := fastest("added", x, weight)) is not None:
+            return skinny("added", x, weight, None, total, config)
+    return total.addmm_(x, weight.t())
+
+
+def tune_layers(layers: Sequence[LayerWeights]) -> None:
+    """On a GPU measure which form of each product is the fastest for few rows."""
+    some = layers[:TUNED_LAYERS]
+    if not some or not some[0].qkv.is_cuda or some[0].qkv.dtype.itemsize != 2:
+        return
+    from peagle.kernels.skinny_linear import tune
+
+    for qkv in {layer.qkv.shape: layer.qkv for layer in some}.values():  # a drafter's first layer is wider
+        tune("plain", [layer.qkv for layer in some if layer.qkv.shape == qkv.shape], F.linear)
+    tune("plain", [layer.o for layer in some], F.linear)
+    tune("gated", [layer.gate_up for layer in some], lambda x, weight: silu_and_mul(F.linear(x, weight)))
+    total = torch.zeros(8, len(some[0].down), dtype=some[0].down.dtype, device=some[0].down.device)
+    tune("added", [layer.down for layer in some], lambda x, weight: total.addmm_(x, weight.t()))
 
 
 def rope_and_write(

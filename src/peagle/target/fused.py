@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.fused_layer import LayerWeights, join_linears, run_layer
+from peagle.kernels.fused_layer import LayerWeights, join_linears, run_layer, tune_layers
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.model import Target
 from peagle.target.paged_attention import KVCache, PagedBatch
@@ -85,14 +85,15 @@ def fuse_decoder_layers(target: Target) -> int:
     """
     if not can_fuse(target):
         return 0
-    count = 0
+    fused = []
     for layer in target.layers:
         if not isinstance(layer.forward, FusedForward):
             layer.forward = FusedForward(layer)
-            count += 1
+            fused.append(layer.forward.weights)
+    tune_layers(fused)
     rotary = getattr(target.decoder, "rotary_emb", None)
     if can_tabulate(rotary):
         target.decoder.rotary_emb = RotaryTable(rotary, target.max_model_len, target.embed_weight)
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # what the separate weights lay in is not free to others before
-    return count
+    return len(fused)
