@@ -299,9 +299,21 @@ def main() -> None:
         )
     print(f"{args.shape} with random weights, {args.prompt_tokens} prompt tokens, SYNTHETIC acceptance\n")
     print(align(table))
+    products = {}
+    if device.type == "cuda":
+        from peagle.kernels.skinny_linear import findings
+
+        products = findings()
+        print("\nproducts of few rows: " + "; ".join(f"{name}: {choice}" for name, choice in products.items()))
     if args.json is not None:
         settings = {name: value for name, value in vars(args).items() if name != "json"}
-        content = {"machine": facts, "settings": settings, "bandwidth_bytes_per_second": speed, "results": results}
+        content = {
+            "machine": facts,
+            "settings": settings,
+            "bandwidth_bytes_per_second": speed,
+            "products": products,
+            "results": results,
+        }
         write_json(args.json, content)
 
 

@@ -82,6 +82,14 @@ def fastest(mode: Mode, x: Tensor, weight: Tensor) -> Config | None:
     return _fastest.get((mode, *weight.shape)) if len(x) <= MAX_ROWS else None
 
 
+def findings() -> dict[str, str]:
+    """What `tune` has chosen so far, to be read by people."""
+    return {
+        f"{mode} {height}x{depth}": "library" if config is None else "columns {}, depth {}, stages {}".format(*config)
+        for (mode, height, depth), config in _fastest.items()
+    }
+
+
 def tune(mode: Mode, weights: Sequence[Tensor], library: Callable[[Tensor, Tensor], object], rows: int = 8) -> None:
     """Measure, on the weights of some layers in turn (so that none is found in a cache), the library and every config.
 
