@@ -14,7 +14,7 @@ import torch
 from peagle.config import EngineConfig
 from peagle.drafter import Drafter
 from peagle.engine import Engine, SamplingParams
-from peagle.engine.checks import captured_rows
+from peagle.engine.checks import captured_rows, runs_ahead
 from peagle.engine.graphs import capture_sizes
 from peagle.engine.request import Request
 from peagle.errors import InputError
@@ -31,6 +31,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> Fixed:
     def make(target: Target, drafter: Drafter | None, k: int, rows: int = 1024, **config: Any) -> Engine:
         with monkeypatch.context() as patch:
             patch.setattr("peagle.engine.engine.captured_rows", lambda *_: rows)
+            patch.setattr("peagle.engine.engine.runs_ahead", lambda config, _: config.async_scheduling)
             engine = make_engine(target, drafter, k, **config)
         step = engine.runner.decode
         assert step is not None
@@ -78,6 +79,7 @@ def compare(
         results.append(facts(run(engine, SEQUENCES, params)))
     assert results[1] == results[0]
     assert engines[1].runner.decode.count > 5  # type: ignore[union-attr]
+    assert engines[1]._runs_ahead is behind
     return engines[1]
 
 
@@ -276,6 +278,13 @@ def test_settings_of_graphs() -> None:
     assert captured_rows(EngineConfig(), cuda, 7) == 1024
     assert captured_rows(EngineConfig(max_cudagraph_capture_size=64), cuda, 7) == 64
     assert captured_rows(EngineConfig(enforce_eager=True), cuda, 7) == captured_rows(EngineConfig(), cpu, 7) == 0
+
+
+def test_only_a_gpu_runs_ahead() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert runs_ahead(EngineConfig(), cuda)
+    assert not runs_ahead(EngineConfig(async_scheduling=False), cuda)
+    assert not runs_ahead(EngineConfig(), cpu)
 
 
 def test_capture_sizes() -> None:

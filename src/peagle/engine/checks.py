@@ -41,6 +41,11 @@ def captured_rows(config: EngineConfig, device: torch.device, num_speculative_to
     return min(config.max_num_seqs * (num_speculative_tokens + 1), MAX_CAPTURED_ROWS)
 
 
+def runs_ahead(config: EngineConfig, device: torch.device) -> bool:
+    """Whether steps start early. On a CPU nothing is gained by that, as the host is the device."""
+    return config.async_scheduling and device.type == "cuda"
+
+
 def check_prompt(prompt_token_ids: Sequence[int], max_model_len: int, vocab_size: int) -> list[int]:
     """A prompt's token ids, refused when there are none, too many, or ones that the model does not know."""
     prompt = [int(token) for token in prompt_token_ids]

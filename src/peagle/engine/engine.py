@@ -9,7 +9,7 @@ import numpy as np
 
 from peagle.config import EngineConfig
 from peagle.drafter.model import Drafter
-from peagle.engine.checks import captured_rows, check_depth, check_params, check_prompt, count_logprobs
+from peagle.engine.checks import captured_rows, check_depth, check_params, check_prompt, count_logprobs, runs_ahead
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.kv_cache import BlockManager
 from peagle.engine.logprobs import TokenNames
@@ -103,8 +103,7 @@ class Engine:
             )
         self.stats = EngineStats(synthetic=self.synthetic)
         self.requests: dict[str, Request] = {}
-        # on the CPU nothing is gained by starting a step early, as the host is the device
-        self._runs_ahead = config.async_scheduling and (target.device.type == "cuda" or self.runner.decode is not None)
+        self._runs_ahead = runs_ahead(config, target.device)
         self._flight: tuple[Schedule, Launched] | None = None  # the step that was started early
         self._names = TokenNames(target.tokenizer)
         self._seeds = np.random.default_rng(config.seed)
