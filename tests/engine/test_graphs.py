@@ -75,3 +75,18 @@ def test_other_errors_are_not_hidden(made: list[FakeGraph]) -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         Graphs().run("a", step)
+
+
+def test_a_failed_recording_is_no_failed_step(made: list[FakeGraph], caplog: pytest.LogCaptureFixture) -> None:
+    graphs, calls = Graphs(), []
+
+    def step() -> None:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    for _ in range(3):
+        graphs.run("a", step)
+    assert calls == [0, 1, 2, 3]
+    assert len(graphs) == 0
+    assert "cannot be recorded" in caplog.text

@@ -35,33 +35,44 @@ class Graphs:
         """Run `function`, which must use the same tensors whenever it comes with the same key.
 
         Its first run is an ordinary one, in which kernels are compiled and libraries find their plans; before its
-        second it is recorded. A model that waits for the device within a step (some mixtures of experts) cannot be
-        recorded and runs as it is; what was done of a run that failed is done again, which changes nothing.
+        second it is recorded. A model that cannot be recorded (some mixtures of experts wait for the device within a
+        step) runs as it is; what was done of a run that failed is done again, which changes nothing.
         """
-        if not self._possible:
-            function()
-        elif key not in self._warm:
+        if self._possible and key in self._warm:
+            if key in self._graphs or self._record(key, function):
+                self._graphs[key].replay()
+                return
+        elif self._possible:
             self._warm.add(key)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            if self._waits_for_nothing(function):
+                return
+        function()
+
+    def _waits_for_nothing(self, function: Callable[[], None]) -> bool:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            function()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            self._give_up(error)
+            return False
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return True
+
+    def _record(self, key: Hashable, function: Callable[[], None]) -> bool:
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        try:
+            with torch.cuda.graph(graph, pool=pool):
                 function()
-            except RuntimeError as error:
-                self._give_up(error)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            if not self._possible:
-                function()
-        else:
-            if key not in self._graphs:
-                graph = torch.cuda.CUDAGraph()
-                pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-                with torch.cuda.graph(graph, pool=pool):
-                    function()
-                self._graphs[key] = graph
-            self._graphs[key].replay()
+        except RuntimeError as error:
+            self._give_up(error)
+            return False
+        self._graphs[key] = graph
+        return True
 
     def _give_up(self, error: RuntimeError) -> None:
-        if "synchroniz" not in str(error):
-            raise error
         self._possible = False
-        log.warning("this model's step waits for the device, so it runs without CUDA graphs (%s)", error)
+        log.warning("this model's step cannot be recorded, so it runs without CUDA graphs (%s)", error)
