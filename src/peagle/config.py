@@ -272,6 +272,7 @@ class TrainConfig:
     attention: Literal["auto", "dense", "flex"] = "auto"
     compile: Literal["auto", "off"] = "auto"
     loss_kernel: Literal["auto", "compile"] = "auto"
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # several processes: whole copies, or shards of weights and optimizer
     state_cache_gib: float = 0.0  # device memory for target states kept from one epoch to the next
 
     # fields that a resumed run may change: they decide when it ends and how it runs, not what it computes
@@ -279,7 +280,7 @@ class TrainConfig:
         (
             *("output", "resume", "max_steps", "epochs", "max_samples", "max_minutes"),
             *("validate_every", "log_every", "save_every", "save_minutes", "keep_checkpoints", "tensorboard"),
-            *("device", "attention", "compile", "loss_kernel", "state_cache_gib", "on_corrupt"),
+            *("device", "attention", "compile", "loss_kernel", "state_cache_gib", "on_corrupt", "parallel"),
         )
     )
 
@@ -299,6 +300,7 @@ class TrainConfig:
             "schedule": ("cosine", "wsd"),
             "resume": ("auto", "never"),
             "on_corrupt": ("stop", "skip"),
+            "parallel": ("ddp", "fsdp"),
             "dtype": ("auto", "float32", "bfloat16"),
             "attention": ("auto", "dense", "flex"),
             "compile": ("auto", "off"),

@@ -15,11 +15,6 @@ import torch
 from peagle.training.partition import train_pack
 
 
-@pytest.fixture(scope="module")
-def long() -> Any:
-    return load("long_sequences")
-
-
 def load(name: str) -> ModuleType:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.insert(0, folder)
@@ -29,7 +24,11 @@ def load(name: str) -> ModuleType:
         sys.path.remove(folder)
 
 
-def test_tiny_run_writes_table_and_plot(long: Any, tmp_path: Path) -> None:
+head, plain, long = load("long_head"), load("long_plain"), load("long_sequences")
+TINY = load("long_common").TINY
+
+
+def test_tiny_run_writes_table_and_plot(tmp_path: Path) -> None:
     arguments = ["-o", str(tmp_path), "--tiny", "--device", "cpu", "--lengths", "40,96", "--chunk-size", "32"]
     long.main([*arguments, "--flat-from", "16", "--flat-to", "32", "--attention-length", "64"])
     results = json.loads((tmp_path / "results.json").read_text())
@@ -44,15 +43,15 @@ def test_tiny_run_writes_table_and_plot(long: Any, tmp_path: Path) -> None:
     assert kept["lengths"] == results["lengths"], "a part alone leaves the others' results"
 
 
-def test_flat_pass_and_partition_have_the_same_gradients(long: Any) -> None:
-    training = long.Training(long.TINY, torch.device("cpu"))
-    table = long.sampled_rows(long.TINY, 61, 0.8)
+def test_flat_pass_and_partition_have_the_same_gradients() -> None:
+    training = head.Training(TINY, torch.device("cpu"))
+    table = head.sampled_rows(TINY, 61, 0.8)
     aux, hidden = training.states(61)
     gradients = []
     for size in (61, 16):
-        chunks = long.make_chunks(training, table, size)
+        chunks = head.make_chunks(training, table, size)
         if size == 61:
-            long.flat_loss(training, long.by_depth(chunks[0]), aux, hidden).backward()
+            plain.flat_loss(training, plain.by_depth(chunks[0]), aux, hidden).backward()
         else:
             train_pack(training.copy.compute, chunks, aux, training.chunk_loss(hidden), "dense")
         gradients.append(torch.cat([p.grad.flatten() for p in training.parameters]))
@@ -60,13 +59,13 @@ def test_flat_pass_and_partition_have_the_same_gradients(long: Any) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_allowed_pairs_are_those_of_the_mask(long: Any) -> None:
-    training = long.Training(long.TINY, torch.device("cpu"))
-    (chunk,) = long.make_chunks(training, long.sampled_rows(long.TINY, 50, 0.8), 50)
-    assert long.allowed_pairs(chunk) == int(long.PlainAttention(chunk).mask.sum())
+def test_allowed_pairs_are_those_of_the_mask() -> None:
+    training = head.Training(TINY, torch.device("cpu"))
+    (chunk,) = head.make_chunks(training, head.sampled_rows(TINY, 50, 0.8), 50)
+    assert plain.allowed_pairs(chunk) == int(plain.PlainAttention(chunk).mask.sum())
 
 
-def test_a_failure_is_a_result(long: Any) -> None:
+def test_a_failure_is_a_result() -> None:
     def step() -> dict[str, Any]:
         raise torch.OutOfMemoryError("no more\nat all")
 
@@ -81,5 +80,5 @@ def test_speculators_runs_at_tiny_sizes(tmp_path: Path) -> None:
     results = peer.main(["-o", str(tmp_path), "--tiny", "--device", "cpu", "--first", "32", "--last", "64"])
     assert [row["length"] for row in results["lengths"]] == [32, 64]
     assert all(row["rows"] > 2 * row["length"] for row in results["lengths"])
-    training = load("long_sequences").Training(load("long_common").TINY, torch.device("cpu"))
+    training = head.Training(TINY, torch.device("cpu"))
     assert results["trained_parameters"] == sum(p.numel() for p in training.parameters)

@@ -236,6 +236,19 @@ def test_reading_takes_the_documents_of_a_pack(tmp_path: Path) -> None:
     assert (hidden[18:] == 0).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_reading_to_a_gpu_gives_the_same(tmp_path: Path, dtype: str) -> None:
+    write(tmp_path, bf16_target(), dtype)
+    states, placed = StoredStates(tmp_path), [Placed(7, 2, 5), Placed(33, 10, 8)]
+    host, device = (
+        states.read(placed, 0, 20, torch.bfloat16, torch.bfloat16, torch.device(name)) for name in ("cpu", "cuda")
+    )
+    for own, moved in zip(host, device, strict=True):
+        torch.testing.assert_close(moved.cpu(), own, rtol=0, atol=0)
+
+
 def test_commands_write_states_and_train_from_them(
     tmp_path: Path, target_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

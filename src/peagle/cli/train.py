@@ -119,6 +119,9 @@ def train(
     attention: Annotated[str | None, typer.Option(help="auto (flex on a GPU), dense or flex.")] = None,
     compile: Annotated[str | None, typer.Option(help="auto (on a GPU) or off.")] = None,
     loss_kernel: Annotated[str | None, typer.Option(help="auto (Triton on a GPU) or compile (torch.compile).")] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help="Under torchrun: ddp (default), or fsdp, which shards a large head.")
+    ] = None,
     state_cache_gib: Annotated[
         float | None, typer.Option(help="Device memory for target states kept between epochs [0].")
     ] = None,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
@@ -20,15 +21,21 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """step: optimizer steps done before this one."""
         decay = min(self.decay, (1.0 + step) / (10.0 + step))
-        torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], 1.0 - decay)
+        torch._foreach_lerp_(local(self.averages), local(self.parameters), 1.0 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The averages stand in the parameters' place within."""
-        own = [p.detach().clone() for p in self.parameters]
-        data: list[Tensor] = [p.data for p in self.parameters]
-        torch._foreach_copy_(data, self.averages)
+        data = local(self.parameters)
+        own = [tensor.clone() for tensor in data]
+        torch._foreach_copy_(data, local(self.averages))
         try:
             yield
         finally:
             torch._foreach_copy_(data, own)
+
+
+def local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors themselves, without gradients; of sharded ones this process's parts."""
+    detached = [tensor.detach() for tensor in tensors]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in detached]

@@ -41,6 +41,14 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return [float(value) for value in tensor.tolist()]
 
+    def total(self, value: float) -> float:
+        """Sum over the processes, on the host."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return float(tensor)
+
     def same_weights(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give every process the first one's weights."""
         if self.size > 1:

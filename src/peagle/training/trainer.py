@@ -29,7 +29,7 @@ from peagle.errors import InputError
 from peagle.target.loading import load_target
 from peagle.target.model import Target
 from peagle.training.attention import BLOCK, choose_backend
-from peagle.training.average import WeightAverage
+from peagle.training.average import WeightAverage, local
 from peagle.training.batches import Answers, BatchMaker, Schedule, StepBatch, prefetch, scan_answers, split_validation
 from peagle.training.checkpoints import checkpoint_folders, load_latest, save_checkpoint
 from peagle.training.chunks import Chunk, round_up
@@ -48,6 +48,7 @@ from peagle.training.optimizer import Optimizer
 from peagle.training.partition import PassResult, train_pack
 from peagle.training.plots import plot_run
 from peagle.training.precision import ComputeCopy
+from peagle.training.sharded import ShardedDrafter, full, load_optimizer, load_tensors, load_weights, whole
 from peagle.training.state_cache import StateCache
 from peagle.training.states import StoredStates, open_states
 from peagle.training.validate import Validation, validate
@@ -208,7 +209,11 @@ class Trainer:
         self.total_steps = self._total_steps()
 
         # weights and optimizer
-        self.copy = ComputeCopy(self.drafter, self.dtype)
+        world.same_weights(list(self.drafter.parameters()))
+        self.sharded: ShardedDrafter | None = None
+        if config.parallel == "fsdp" and world.size > 1:
+            self.sharded = ShardedDrafter(self.drafter, self.dtype)
+        self.copy = self.sharded or ComputeCopy(self.drafter, self.dtype)
         self.copy.bind(target.embed_weight, target.lm_head_weight)
         self.fused = compiled and self.backend == "flex"
         if self.fused:
@@ -227,7 +232,6 @@ class Trainer:
         self.best = 0.0  # acceptance length without repeating text, of the head in best/
         if saved is not None:
             self._restore(saved)
-        world.same_weights(self.parameters)
         self.copy.refresh()
         self._describe(scan.lengths[training])
         if config.packs_per_step % world.size:
@@ -401,10 +405,10 @@ class Trainer:
         }
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        self.drafter.load_state_dict(saved["drafter"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        load_weights(self.drafter, saved["drafter"])
+        load_optimizer(self.optimizer, saved["optimizer"])
         if self.average is not None:
-            torch._foreach_copy_(self.average.averages, [a.to(self.device) for a in saved["average"]])
+            load_tensors(self.average.averages, saved["average"])
         torch.set_rng_state(saved["rng"])
         self.step, self.elapsed = saved["step"], saved["elapsed"]
         self.documents, self.tokens = saved["documents"], saved["tokens"]
@@ -422,11 +426,18 @@ class Trainer:
         """Write a checkpoint of the current step (every process calls this, the first one writes)."""
         self._collect_stats()
         folder = self.folder / "checkpoints"
+        finite = all(bool(p.isfinite().all()) for p in local(self.parameters))
+        if self.world.agree([float(not finite)])[0]:
+            raise InputError(f"lr: training diverged before step {self.step} (weights are not finite); lower it")
+        state: dict[str, Any] = {}
+        if self.sharded is not None:
+            state = whole(self._state(), keep=self.world.first)
+            self.copy.refresh()
+        elif self.world.first:
+            state = self._state()
         if not self.world.first:
             return folder
-        if not all(bool(p.isfinite().all()) for p in self.parameters):
-            raise InputError(f"lr: training diverged before step {self.step} (weights are not finite); lower it")
-        return save_checkpoint(folder, self.step, self._state(), self.config.keep_checkpoints)
+        return save_checkpoint(folder, self.step, state, self.config.keep_checkpoints)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -511,9 +522,8 @@ class Trainer:
             if log is not None:
                 log.close()
         head = self.folder / "head"
+        self.write_head(head)
         if self.world.first:
-            with self.written_weights():
-                save_drafter(self.drafter, head, target_name=self.target.name_or_path)
             plot_run(self.folder)
         self.say(f"wrote {head} after {self.step} steps, {self.documents} documents, {self.tokens:,} tokens")
         return TrainResult(self.step, True, head, self.last_validation)
@@ -533,6 +543,8 @@ class Trainer:
                 self.states.put(batch.placed, *states)
             aux, hidden = states
             self.mark("target forward")
+        if self.sharded is not None:
+            batch = self.sharded.share(batch, self.world)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, chunks in enumerate(batch.packs):
             if together:
@@ -544,8 +556,13 @@ class Trainer:
                 result = self.train_pack(chunks, one_aux, one_hidden)
             self.stats += result.stats
             loss += result.loss.double()
-        self.log_loss += self.world.mean_gradients(self.parameters, loss, batch.weight if batch.rows else 0.0)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
+        if self.sharded is not None:
+            self.sharded.collect()
+            self.world.all_reduce(loss)
+            self.log_loss += loss / self.world.size
+        else:
+            self.log_loss += self.world.mean_gradients(self.parameters, loss, batch.weight if batch.rows else 0.0)
+        norm = full(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip))
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
         if self.average is not None:
@@ -624,6 +641,8 @@ class Trainer:
             self.maker = self._batch_maker()
             self.validation = self._validation_batches()
         finally:
+            if self.sharded is not None:
+                self.sharded.forget()
             for module in (self.drafter, self.copy.compute):
                 module.zero_grad(set_to_none=True)
 
@@ -675,6 +694,16 @@ class Trainer:
             yield
         self.copy.refresh()
 
+    def write_head(self, folder: Path) -> None:
+        """Write the head as it is now (every process calls this, the first one writes)."""
+        with self.written_weights():
+            drafter = self.drafter
+            if self.sharded is not None:
+                drafter = self.sharded.whole()
+                drafter.bind(self.target.embed_weight, self.target.lm_head_weight)
+            if self.world.first:
+                save_drafter(drafter, folder, target_name=self.target.name_or_path)
+
     def _validate(self, log: MetricsLog | None) -> None:
         paused = time.monotonic()
         with self.written_weights():
@@ -691,11 +720,10 @@ class Trainer:
         self.last_validation, self.validated_at = found, self.step
         better = found.without_loops > self.best
         self.best = max(self.best, found.without_loops)
+        if better:
+            self.write_head(self.folder / "best")
         if log is None:
             return
-        if better:
-            with self.written_weights():
-                save_drafter(self.drafter, self.folder / "best", target_name=self.target.name_or_path)
         log.write(
             {
                 "step": self.step,
