@@ -217,7 +217,7 @@ def test_results_of_vllm_bench_serve(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(VLLM) + "\n" + json.dumps(VLLM | {"output_throughput": 410.0}))
     first, second = read_vllm_results(f"{path}:method=p-eagle:k=3:workload=mt_bench")
-    assert (first["engine"], first["method"], first["k"], first["concurrency"]) == ("vllm", "p-eagle", 3, 4)
+    assert (first["engine"], first["method"], first["k"], first["concurrency"]) == ("vllm-bench-serve", "p-eagle", 3, 4)
     assert (first["repeat"], second["repeat"]) == (0, 1)
     assert first["per_user_throughput"] == 125.0
     (point,) = points_of([first, second])

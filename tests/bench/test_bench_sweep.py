@@ -105,6 +105,25 @@ def test_endpoints_with_failures(tmp_path, prompts):
     assert "out of memory" in page
 
 
+def test_arms_with_failures_are_kept_until_they_are_asked_for_again(tmp_path, prompts):
+    out = tmp_path / "out"
+    with fake_server(behave=("http_500", "ok")) as server:
+        command = (
+            *("bench", "--endpoint", f"{server.url},name=a", "--workload", f"w={prompts}", "--concurrency", "1"),
+            *("--output", out, "--warm-up", "0", "--no-report"),
+        )
+        assert run_peagle(*command).exit_code == 1
+        asked = len(server.bodies)
+        assert run_peagle(*command).exit_code == 1
+        assert len(server.bodies) == asked
+        assert run_peagle(*command, "--retry-failed").exit_code == 0
+    assert [a["failed"] for a in arms(out)] == [1, 0]
+    result = run_peagle(*command[:-1], "--report-only")
+    assert result.exit_code == 0
+    assert "as served" in result.stdout
+    assert "Requests that failed" not in (out / "report.html").read_text()
+
+
 def test_a_cache_that_can_be_emptied_is(tmp_path, prompts):
     with fake_server(can_reset=True) as server:
         result = run_peagle(

@@ -14,7 +14,7 @@ from peagle.bench.arms import Arm, GivenEndpoint, Setup, plan_arms
 from peagle.bench.backends import Backends, RunSettings
 from peagle.bench.endpoints import read_server
 from peagle.bench.results_file import ResultsFile, open_results
-from peagle.bench.sweep import Screen, SweepOptions, run_sweep
+from peagle.bench.sweep import Screen, Sweep, SweepOptions
 from peagle.bench.target_text import TargetText
 from peagle.bench.workloads import Workload
 from peagle.errors import InputError
@@ -36,6 +36,7 @@ class Plan:
     given: Sequence[GivenEndpoint]
     output: Path
     command: str
+    retry_failed: bool = False
 
     @property
     def arms(self) -> list[Arm]:
@@ -104,14 +105,16 @@ def _check_vllm(plan: Plan, text: TargetText | None) -> list[str]:
 
 
 def run_plan(plan: Plan, text: TargetText | None, screen: Screen) -> ResultsFile:
-    """Measure what is not in the folder's results yet."""
+    """Measure what is not in the folder's results yet, and what failed there if that is to be tried again."""
     results = open_results(plan.output / RESULTS, settings_of(plan))
+    if plan.retry_failed:
+        results.arms = {key: arm for key, arm in results.arms.items() if not arm["failed"]}
     backends = Backends(plan.settings, text, plan.given, plan.output / "logs")
     waiting = [arm for arm in plan.arms if arm.key not in results.arms]
     if waiting or not results.runs:
         results.add_run(run_facts(plan))
     by_name = {workload.name: workload for workload in plan.workloads}
-    run_sweep(plan.arms, by_name, backends, results, plan.options, screen)
+    Sweep(by_name, backends, results, plan.options, screen).run(plan.arms)
     return results
 
 

@@ -95,6 +95,9 @@ def bench(
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Results, logs and report; an unfinished run there is continued.")
     ] = Path("bench-results"),
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Measure arms of the results that had failed requests again.")
+    ] = False,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Measure nothing; draw the report of the results in --output.")
     ] = False,
@@ -206,6 +209,7 @@ def bench(
         given=given,
         output=output,
         command=shlex.join(["peagle", *sys.argv[1:]]),
+        retry_failed=retry_failed,
     )
     for note in check_plan(plan, text):
         typer.echo(f"note: {note}", err=True)
