@@ -181,7 +181,7 @@ def test_answers_against_plain():
     run = Run([record(0, 0, [1, 7]), record(0, 1, [8]), record(1, 0, [4, 5]), record(2, 0, [9], failure="stall")], 1.0)
     found = check_answers(plain, run)
     assert (found["num_answers"], found["num_equal"], found["num_missing"]) == (2, 1, 1)
-    assert found["first"] == {"prompt": 0, "turn": 0, "index": 1, "unit": "token"}
+    assert found["first"] == {"prompt": 0, "turn": 0, "index": 1, "unit": "token", "logit_gap": None}
     assert check_phrase(found) == "1 of 2 equal; first at prompt 1, token 2"
     texts = check_answers([[0, 0, "abc"], [0, 1, "same"]], Run([record(0, 0, None, "abd"), record(0, 1, None, "x")], 1))
     assert check_phrase(texts) == "0 of 1 equal; first at prompt 1, character 3"

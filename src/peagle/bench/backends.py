@@ -23,6 +23,7 @@ from peagle.bench.server_process import free_port, running_server
 from peagle.bench.target_text import TargetText
 from peagle.bench.workloads import Workload
 from peagle.errors import InputError
+from peagle.target.model import Target
 
 # Counters of a server may reach /metrics a moment after the last token has reached the client.
 COUNTER_SECONDS = 0.25
@@ -52,10 +53,12 @@ class RunSettings:
 
 
 class Backend(Protocol):
-    """A loaded engine or a running server. command: how to start the like of it; facts: what it says of itself."""
+    """A loaded engine or a running server. command: how to start the like of it; facts: what it says of itself; target:
+    the model where it is in this process."""
 
     command: str
     facts: dict[str, Any]
+    target: Target | None
 
     def questions(self, workload: Workload, max_tokens: int, first_turns: bool = False) -> Questions: ...
 
@@ -70,8 +73,7 @@ class Backend(Protocol):
 class InProcess:
     """This project's engine. Built anew for every setup, so that nothing of another one is left in it."""
 
-    def __init__(self, setup: Setup, settings: RunSettings, target: Any) -> None:
-        """target: a loaded `Target`."""
+    def __init__(self, setup: Setup, settings: RunSettings, target: Target) -> None:
         from peagle.config import EngineConfig, SpeculativeConfig
         from peagle.engine.loading import load_engine
 
@@ -82,7 +84,7 @@ class InProcess:
         if head is not None:
             speculative = SpeculativeConfig(head, setup.k, parallel_drafting=setup.method == "p-eagle")
         self.engine = load_engine(target, speculative, config=EngineConfig(**config))
-        self.chat = Chat(target)
+        self.chat, self.target = Chat(target), target
         self.sampling = settings.sampling
         self.caching = bool(config["enable_prefix_caching"])
         dtype = str(target.dtype).removeprefix("torch.")
@@ -102,6 +104,8 @@ class InProcess:
 class OverHttp:
     """A server, whoever runs it. chat: makes token ids of prompts; None sends messages. own: started here, with its
     prefix cache off or fresh."""
+
+    target: Target | None = None
 
     def __init__(self, endpoint: Endpoint, chat: Chat | None, sampling: Sampling, command: str, own: bool) -> None:
         told = endpoints.read_server(endpoint.url, endpoint.api_key)
@@ -142,7 +146,7 @@ class Backends:
         self.settings, self.text, self.logs = settings, text, logs
         self.given = {endpoint.setup: endpoint for endpoint in given}
         self.chat = Chat(text) if text is not None else None
-        self._target: Any = None
+        self._target: Target | None = None
 
     @contextlib.contextmanager
     def open(self, setup: Setup) -> Iterator[Backend]:
@@ -162,7 +166,7 @@ class Backends:
             with self._server(setup) as backend:
                 yield backend
 
-    def _loaded_target(self) -> Any:
+    def _loaded_target(self) -> Target:
         from peagle.target.loading import load_target
 
         if self._target is None:

@@ -122,7 +122,7 @@ class Sweep:
         line = arm_content(arm, conversations, run, options.detailed)
         line |= {"command": backend.command, "facts": backend.facts, "notes": notes}
         if options.check:
-            check_line(line, arm, run, self.results)
+            check_line(line, arm, run, self.results, backend.target)
         self.results.add_arm(arm.key, line)
         return line
 
