@@ -84,7 +84,8 @@ class InProcess:
         if head is not None:
             speculative = SpeculativeConfig(head, setup.k, parallel_drafting=setup.method == "p-eagle")
         self.engine = load_engine(target, speculative, config=EngineConfig(**config))
-        self.chat, self.target = Chat(target), target
+        self.chat = Chat(target)
+        self.target: Target | None = target
         self.sampling = settings.sampling
         self.caching = bool(config["enable_prefix_caching"])
         dtype = str(target.dtype).removeprefix("torch.")
