@@ -110,11 +110,11 @@ def test_an_interrupt_stops_the_server_too(tmp_path):
 
 
 def test_commands(tmp_path, monkeypatch):
-    settings = speculative_settings(Setup("vllm", "eagle3", 3), str(tmp_path))
+    settings = speculative_settings(Setup("vllm", "eagle3", 3), str(tmp_path), {"x": 1})
     assert settings == {
-        "method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "parallel_drafting": False,
+        "method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "parallel_drafting": False, "x": 1,
     }  # fmt: skip
-    assert speculative_settings(Setup("vllm", "none", 0), None) is None
+    assert speculative_settings(Setup("vllm", "none", 0), None, {}) is None
     args = common_args(
         8123, [("--max-num-seqs", 64), ("--dtype", None), ("--max-model-len", 9)], ["--max-model-len", "5"]
     )

@@ -185,6 +185,7 @@ def test_our_server_end_to_end(tmp_path, target, heads, prompts):  # noqa: F811
         (["--workload", "nothing.jsonl"], "no such file"),
         ([], "--workload: missing"),
         (["--workload", "quick", "--add", "none.json"], "--add none.json: cannot be read"),
+        (["--workload", "quick", "--speculative-args", '{"none": {}}'], "--speculative-args: got"),
         (["--report-only"], "results.jsonl: cannot be read"),
         (
             ["--workload", "quick", "--concurrency", "1", "--endpoint", "http://127.0.0.1:9,name=a"],
@@ -252,3 +253,22 @@ def test_quick_takes_the_bundled_heads_for_the_demo_model_only():
     assert set(find_heads(DEMO_TARGET, None, None, True)) == {"eagle3", "p-eagle"}
     assert find_heads("other", None, "head", True) == {"eagle3": "head"}
     assert find_heads(DEMO_TARGET, None, None, False) == {}
+
+
+def test_synthetic_acceptance_is_said_everywhere(tmp_path, target, heads):  # noqa: F811
+    out = tmp_path / "out"
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    result = run_peagle(
+        *("bench", target, "--p-eagle", heads["p-eagle"], "--workload", "random:8:40:3", "--k", "3", "--device", "cpu"),
+        *("--concurrency", "3", "--warm-up", "0", "--max-model-len", "200", "--engine-args", '{"num_kv_blocks": 60}'),
+        *("--speculative-args", json.dumps({"p-eagle": synthetic}), "--output", out, "--max-num-seqs", "4"),
+    )
+    assert result.exit_code == 0, result.output
+    plain, drafted = arms(out)
+    assert drafted["output_lens"] == [40, 40, 40]
+    assert drafted["spec_decode_acceptance_length"] == pytest.approx(2.5, rel=0.2)
+    assert drafted["synthetic"] == synthetic
+    assert "check" not in drafted
+    assert "synthetic" not in plain
+    assert "SYNTHETIC ACCEPTANCE" in result.stdout
+    assert "Synthetic acceptance:" in (out / "report.html").read_text()

@@ -31,8 +31,11 @@ COUNTER_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What all arms of a sweep share. engine_args go to EngineConfig, serve_args and vllm_args to the servers' command
-    lines; max_num_seqs and max_model_len to all three."""
+    """What all arms of a sweep share.
+
+    speculative_args: by method, further keys of the speculative config. engine_args go to EngineConfig, serve_args and
+    vllm_args to the servers' command lines; max_num_seqs and max_model_len to all three.
+    """
 
     target: str
     heads: Mapping[str, str]  # by method
@@ -42,6 +45,7 @@ class RunSettings:
     device: str | None = None
     max_num_seqs: int = 64
     max_model_len: int | None = None
+    speculative_args: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     serve_args: Sequence[str] = ()
     vllm_args: Sequence[str] = ()
@@ -50,6 +54,11 @@ class RunSettings:
     request_timeout: float = 1800.0
     start_timeout: float = 900.0
     api_key: str | None = field(default=None, repr=False)
+
+    def synthetic(self, setup: Setup) -> bool:
+        """Whether drafts are accepted whatever they are, so that what comes out is no answer."""
+        further = self.speculative_args.get(setup.method, {})
+        return further.get("rejection_sample_method", "standard") == "synthetic"
 
 
 class Backend(Protocol):
@@ -82,9 +91,11 @@ class InProcess:
         head = settings.heads.get(setup.method)
         speculative = None
         if head is not None:
-            speculative = SpeculativeConfig(head, setup.k, parallel_drafting=setup.method == "p-eagle")
+            speculative = SpeculativeConfig.parse(
+                server_commands.speculative_settings(setup, head, settings.speculative_args.get(setup.method, {})) or {}
+            )
         self.engine = load_engine(target, speculative, config=EngineConfig(**config))
-        self.chat = Chat(target)
+        self.chat = Chat(target) if target.tokenizer is not None else None
         self.target: Target | None = target
         self.sampling = settings.sampling
         self.caching = bool(config["enable_prefix_caching"])
@@ -146,7 +157,7 @@ class Backends:
         """text: None where only endpoints are measured that take messages. logs: folder for the servers' output."""
         self.settings, self.text, self.logs = settings, text, logs
         self.given = {endpoint.setup: endpoint for endpoint in given}
-        self.chat = Chat(text) if text is not None else None
+        self.chat = Chat(text) if text is not None and text.tokenizer is not None else None
         self._target: Target | None = None
 
     @contextlib.contextmanager
@@ -192,7 +203,8 @@ class Backends:
     @contextlib.contextmanager
     def _server(self, setup: Setup) -> Iterator[Backend]:
         s, port = self.settings, free_port()
-        settings = server_commands.speculative_settings(setup, s.heads.get(setup.method))
+        further = s.speculative_args.get(setup.method, {})
+        settings = server_commands.speculative_settings(setup, s.heads.get(setup.method), further)
         options: list[tuple[str, object]] = [("--max-num-seqs", s.max_num_seqs), ("--max-model-len", s.max_model_len)]
         options.append(("--dtype", None if s.dtype == "auto" else s.dtype))
         assert self.text is not None

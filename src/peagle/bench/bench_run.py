@@ -53,6 +53,10 @@ def check_plan(plan: Plan, text: TargetText | None) -> list[str]:
                 f"--concurrency: {most} users need at least as many prompts, and the workload {workload.name} has "
                 f"{len(workload)}; lower it, or take more prompts"
             )
+        if workload.prompts and plan.settings.target and text is not None and text.tokenizer is None:
+            raise InputError(
+                f"workload {workload.name}: is text, and {text.name_or_path} has no tokenizer, expected random:IN:OUT"
+            )
         if workload.token_ids and any(given.api == "chat" for given in plan.given):
             raise InputError(f"workload {workload.name}: holds token ids, expected api=completions at the endpoint")
     notes: list[str] = []
@@ -99,7 +103,8 @@ def _check_vllm(plan: Plan, text: TargetText | None) -> list[str]:
     notes: list[str] = []
     for setup in plan.setups:
         if setup.engine == "vllm":
-            settings = speculative_settings(setup, plan.settings.heads.get(setup.method))
+            further = plan.settings.speculative_args.get(setup.method, {})
+            settings = speculative_settings(setup, plan.settings.heads.get(setup.method), further)
             notes += check(plan.settings.target, settings, installed)
     return notes
 
@@ -133,6 +138,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         "device": s.device,
         "max_num_seqs": s.max_num_seqs,
         "max_model_len": s.max_model_len,
+        "speculative_args": {method: dict(further) for method, further in s.speculative_args.items()},
         "engine_args": dict(s.engine_args),
         "serve_args": list(s.serve_args),
         "vllm_args": list(s.vllm_args),

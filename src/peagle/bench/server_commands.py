@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from peagle.bench.arms import Setup
 CACHE_FLAGS = ("--enable-prefix-caching", "--no-enable-prefix-caching")
 
 
-def speculative_settings(setup: Setup, head: str | None) -> dict[str, Any] | None:
-    """vLLM's speculative config of a setup; None without speculation."""
+def speculative_settings(setup: Setup, head: str | None, further: Mapping[str, Any]) -> dict[str, Any] | None:
+    """vLLM's speculative config of a setup, with further keys; None without speculation."""
     if head is None:
         return None
     folder = Path(head).expanduser()
@@ -24,6 +24,7 @@ def speculative_settings(setup: Setup, head: str | None) -> dict[str, Any] | Non
         "model": str(folder.resolve()) if folder.is_dir() else head,
         "num_speculative_tokens": setup.k,
         "parallel_drafting": setup.method == "p-eagle",
+        **further,
     }
 
 

@@ -121,7 +121,9 @@ class Sweep:
             self.screen.end()
         line = arm_content(arm, conversations, run, options.detailed)
         line |= {"command": backend.command, "facts": backend.facts, "notes": notes}
-        if options.check:
+        if self.backends.settings.synthetic(arm.setup):
+            line["synthetic"] = dict(self.backends.settings.speculative_args[arm.setup.method])
+        elif options.check:
             check_line(line, arm, run, self.results, backend.target)
         self.results.add_arm(arm.key, line)
         return line

@@ -147,8 +147,10 @@ def random_workload(spec: str, num_prompts: int | None, text: TargetText | None,
         raise InputError(f"--workload {spec}: needs TARGET, whose vocabulary the tokens are drawn from")
     length, output_len = int(parts[0]), int(parts[1])
     count = int(parts[2]) if len(parts) == 3 else num_prompts or RANDOM_PROMPTS
-    special = set(text.tokenizer.all_special_ids) | text.eos_token_ids
-    size = min(len(text.tokenizer), text.facts.vocab_size)
+    special, size = set(text.eos_token_ids), text.facts.vocab_size
+    if text.tokenizer is not None:
+        special |= set(text.tokenizer.all_special_ids)
+        size = min(size, len(text.tokenizer))
     allowed = np.array([token for token in range(size) if token not in special])
     drawn = np.random.default_rng(seed).choice(allowed, (count, length))
     ids = tuple(tuple(int(token) for token in row) for row in drawn)
