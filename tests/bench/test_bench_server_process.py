@@ -15,6 +15,7 @@ from peagle.bench.server_commands import (
     caches_prefixes,
     common_args,
     peagle_command,
+    server_env,
     speculative_settings,
     vllm_command,
 )
@@ -129,6 +130,9 @@ def test_commands(tmp_path, monkeypatch):
     ours = peagle_command("target", settings, args)
     assert ours[1:5] == ["-m", "peagle", "serve", "target"]
     assert '"parallel_drafting": false' in ours[6]
+    monkeypatch.setenv("PYTHONPATH", "here")
+    assert server_env(ours)["PYTHONPATH"] == "here"
+    assert "PYTHONPATH" not in server_env(["/elsewhere/bin/python", "-m", "vllm"])
     monkeypatch.setattr("peagle.vllm.serve.find_vllm", lambda: None)
     with pytest.raises(InputError, match="--engine vllm: vLLM is neither installed here nor on PATH"):
         vllm_command("source", settings, args)

@@ -216,7 +216,7 @@ class Backends:
             args = server_commands.common_args(port, options, s.vllm_args)
             command = server_commands.vllm_command(self.text.source, settings, args)
         url, log = f"http://127.0.0.1:{port}", self.logs / f"{setup.engine}-{setup.method}-k{setup.k}.log"
-        with running_server(command, url, log, server_commands.server_env(setup.engine), s.start_timeout):
+        with running_server(command, url, log, server_commands.server_env(command), s.start_timeout):
             model = endpoints.read_server(url).model
             endpoint = self._endpoint(url, model, False, None, True)
             yield OverHttp(endpoint, self.chat, s.sampling, shlex.join(command), True)

@@ -69,10 +69,10 @@ def vllm_command(source: str, settings: dict[str, Any] | None, args: Sequence[st
     return build_command(installed, source, settings, args)
 
 
-def server_env(engine: str) -> dict[str, str]:
-    """This process's environment; vLLM has its own packages, which ours must not cover."""
+def server_env(command: Sequence[str]) -> dict[str, str]:
+    """This process's environment. A program of another Python has its own packages, which PYTHONPATH must not cover."""
     env = dict(os.environ)
-    if engine == "vllm":
+    if Path(command[0]).parent != Path(sys.executable).parent:
         env.pop("PYTHONPATH", None)
-        env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
     return env

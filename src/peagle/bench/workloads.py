@@ -132,9 +132,8 @@ def speed_bench(spec: str, num_prompts: int | None) -> Workload:
     except InputError as error:
         raise InputError(
             f"--workload {spec}: SPEED-Bench could not be had: {error}. Its licence (NVIDIA Evaluation Dataset "
-            "License) does not let anybody pass it on: it is read from the Hub, by those who have accepted the "
-            "licence and are logged in there, or from a file that its authors' script has made: --workload "
-            "speed_bench=FILE"
+            "License) does not let anybody pass it on, so it does not come with this package: it is read from the Hub, "
+            "or from a file that its authors' script has made: --workload speed_bench=FILE"
         )
 
 
