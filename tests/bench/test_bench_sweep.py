@@ -65,6 +65,12 @@ def test_in_process_all_methods_then_resumed(tmp_path, target, heads, prompts): 
     assert arms(out)[-1]["check"]["num_equal"] == 6
     assert len([line for line in lines(out) if line["type"] == "run"]) == 2
 
+    # arguments of engines that are not measured do not matter
+    args = ("--vllm-args", "--enforce-eager", "--serve-args", "--seed 3")
+    assert "6 of 6 arms are in" in run_peagle(*common, "--concurrency", "1", "--repeats", "2", *args).stderr
+    engine = run_peagle(*common, "--concurrency", "1", "--engine-args", '{"num_kv_blocks": 61}')
+    assert engine.exit_code == 2
+    assert "engines.peagle: {'num_kv_blocks': 60} -> {'num_kv_blocks': 61}" in engine.stderr
     other = run_peagle(*common, "--concurrency", "1", "--max-tokens", "7")
     assert other.exit_code == 2
     assert "max_tokens: 6 -> 7" in other.stderr

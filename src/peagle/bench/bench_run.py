@@ -13,7 +13,7 @@ from typing import Any
 from peagle.bench.arms import Arm, GivenEndpoint, Setup, plan_arms
 from peagle.bench.backends import Backends, RunSettings
 from peagle.bench.endpoints import read_server
-from peagle.bench.results_file import ResultsFile, open_results
+from peagle.bench.results_file import GROWING, ResultsFile, open_results
 from peagle.bench.sweep import Screen, Sweep, SweepOptions
 from peagle.bench.target_text import TargetText
 from peagle.bench.workloads import Workload
@@ -126,6 +126,8 @@ def run_plan(plan: Plan, text: TargetText | None, screen: Screen) -> ResultsFile
 def settings_of(plan: Plan) -> dict[str, Any]:
     """Settings that decide what is measured: results of others are not continued."""
     s = plan.settings
+    engine_args = {"peagle": dict(s.engine_args), "peagle-serve": list(s.serve_args), "vllm": list(s.vllm_args)}
+    used = {setup.engine for setup in plan.setups}
     return {
         "target": s.target,
         "heads": {method: head_fingerprint(head) for method, head in s.heads.items()},
@@ -139,9 +141,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         "max_num_seqs": s.max_num_seqs,
         "max_model_len": s.max_model_len,
         "speculative_args": {method: dict(further) for method, further in s.speculative_args.items()},
-        "engine_args": dict(s.engine_args),
-        "serve_args": list(s.serve_args),
-        "vllm_args": list(s.vllm_args),
+        "engines": {engine: args for engine, args in engine_args.items() if engine in used},
         "extra_body": dict(s.extra_body),
     }
 
@@ -165,9 +165,8 @@ def run_facts(plan: Plan) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": plan.command,
         "machine": machine,
-        "heads": settings["heads"],
+        **{name: settings[name] for name in GROWING},
         "head_paths": dict(plan.settings.heads),
-        "workloads": settings["workloads"],
         "workload_sources": {workload.name: workload.source for workload in plan.workloads},
     }
 
