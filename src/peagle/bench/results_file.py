@@ -128,7 +128,8 @@ def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = []
     for name in sorted(there.keys() | now.keys()):
         a, b = there.get(name), now.get(name)
-        if name in GROWING and isinstance(a, dict) and isinstance(b, dict):
+        if name in GROWING:
+            a, b = a or {}, b or {}
             both = sorted(a.keys() & b.keys())
             found += [f"{name}.{key}: {a[key]!r} -> {b[key]!r}" for key in both if a[key] != b[key]]
         elif a != b:

@@ -17,8 +17,8 @@ from peagle.errors import InputError
 if TYPE_CHECKING:
     from peagle.bench.arms import GivenEndpoint
 
-# Five minutes on two cores: three methods, eight prompts, answers of 48 tokens.
-QUICK: dict[str, Any] = {"workload": ["quick"], "concurrency": "1,4", "k": "2,4", "max_tokens": 48}
+# A few minutes on two cores.
+QUICK: dict[str, Any] = {"workload": ["quick"], "concurrency": "1,4", "k": "2,4", "max_tokens": 40}
 USUAL: dict[str, Any] = {"workload": [], "concurrency": "1,2,4,8,16,32,64", "k": "3,5,7", "max_tokens": 512}
 
 
