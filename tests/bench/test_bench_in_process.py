@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peagle.bench.acceptance import Chat
+from peagle.bench.answer_check import check_answers, check_phrase
 from peagle.bench.in_process import run_in_process
 from peagle.bench.load_client import Sampling
 from peagle.bench.questions import Questions
@@ -79,3 +80,17 @@ def test_the_real_engine_gives_the_same_answers_at_any_concurrency(tiny_target):
     exact = Workload("random", "", token_ids=((5, 6), (7, 8)), output_len=11)
     run = run_in_process(engine, Questions(exact, None, 3, engine.max_model_len), 2, Sampling())
     assert [r.output_tokens for r in run.records] == [11, 11]
+
+
+def test_a_difference_comes_with_its_logit_gap(tiny_target):
+    target = tiny_target("llama")
+    engine = Engine(target, config=EngineConfig(max_num_seqs=2, max_model_len=200, num_kv_blocks=60))
+    questions = Questions(conversations(["abc"], ["xyz"]), Chat(target), 6, engine.max_model_len)
+    run = run_in_process(engine, questions, 1, Sampling())
+    answers = [[r.conversation, r.turn, list(r.token_ids or ())] for r in run.records]
+    assert check_answers(answers, run, target)["first"] is None
+    answers[1][2][3] += 1
+    first = check_answers(answers, run, target)["first"]
+    assert (first["prompt"], first["index"]) == (1, 3)
+    assert first["logit_gap"] > 0
+    assert "logit gap" in check_phrase({"num_equal": 1, "num_answers": 2, "first": first})

@@ -181,7 +181,7 @@ def test_answers_against_plain():
     run = Run([record(0, 0, [1, 7]), record(0, 1, [8]), record(1, 0, [4, 5]), record(2, 0, [9], failure="stall")], 1.0)
     found = check_answers(plain, run)
     assert (found["num_answers"], found["num_equal"], found["num_missing"]) == (2, 1, 1)
-    assert found["first"] == {"prompt": 0, "turn": 0, "index": 1, "unit": "token"}
+    assert found["first"] == {"prompt": 0, "turn": 0, "index": 1, "unit": "token", "logit_gap": None}
     assert check_phrase(found) == "1 of 2 equal; first at prompt 1, token 2"
     texts = check_answers([[0, 0, "abc"], [0, 1, "same"]], Run([record(0, 0, None, "abd"), record(0, 1, None, "x")], 1))
     assert check_phrase(texts) == "0 of 1 equal; first at prompt 1, character 3"
@@ -217,7 +217,7 @@ def test_results_of_vllm_bench_serve(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(VLLM) + "\n" + json.dumps(VLLM | {"output_throughput": 410.0}))
     first, second = read_vllm_results(f"{path}:method=p-eagle:k=3:workload=mt_bench")
-    assert (first["engine"], first["method"], first["k"], first["concurrency"]) == ("vllm", "p-eagle", 3, 4)
+    assert (first["engine"], first["method"], first["k"], first["concurrency"]) == ("vllm-bench-serve", "p-eagle", 3, 4)
     assert (first["repeat"], second["repeat"]) == (0, 1)
     assert first["per_user_throughput"] == 125.0
     (point,) = points_of([first, second])

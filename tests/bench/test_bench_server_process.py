@@ -15,6 +15,7 @@ from peagle.bench.server_commands import (
     caches_prefixes,
     common_args,
     peagle_command,
+    server_env,
     speculative_settings,
     vllm_command,
 )
@@ -110,11 +111,11 @@ def test_an_interrupt_stops_the_server_too(tmp_path):
 
 
 def test_commands(tmp_path, monkeypatch):
-    settings = speculative_settings(Setup("vllm", "eagle3", 3), str(tmp_path))
+    settings = speculative_settings(Setup("vllm", "eagle3", 3), str(tmp_path), {"x": 1})
     assert settings == {
-        "method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "parallel_drafting": False,
+        "method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "parallel_drafting": False, "x": 1,
     }  # fmt: skip
-    assert speculative_settings(Setup("vllm", "none", 0), None) is None
+    assert speculative_settings(Setup("vllm", "none", 0), None, {}) is None
     args = common_args(
         8123, [("--max-num-seqs", 64), ("--dtype", None), ("--max-model-len", 9)], ["--max-model-len", "5"]
     )
@@ -129,6 +130,9 @@ def test_commands(tmp_path, monkeypatch):
     ours = peagle_command("target", settings, args)
     assert ours[1:5] == ["-m", "peagle", "serve", "target"]
     assert '"parallel_drafting": false' in ours[6]
+    monkeypatch.setenv("PYTHONPATH", "here")
+    assert server_env(ours)["PYTHONPATH"] == "here"
+    assert "PYTHONPATH" not in server_env(["/elsewhere/bin/python", "-m", "vllm"])
     monkeypatch.setattr("peagle.vllm.serve.find_vllm", lambda: None)
     with pytest.raises(InputError, match="--engine vllm: vLLM is neither installed here nor on PATH"):
         vllm_command("source", settings, args)

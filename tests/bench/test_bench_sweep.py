@@ -65,6 +65,12 @@ def test_in_process_all_methods_then_resumed(tmp_path, target, heads, prompts): 
     assert arms(out)[-1]["check"]["num_equal"] == 6
     assert len([line for line in lines(out) if line["type"] == "run"]) == 2
 
+    # arguments of engines that are not measured do not matter
+    args = ("--vllm-args", "--enforce-eager", "--serve-args", "--seed 3")
+    assert "6 of 6 arms are in" in run_peagle(*common, "--concurrency", "1", "--repeats", "2", *args).stderr
+    engine = run_peagle(*common, "--concurrency", "1", "--engine-args", '{"num_kv_blocks": 61}')
+    assert engine.exit_code == 2
+    assert "engines.peagle: {'num_kv_blocks': 60} -> {'num_kv_blocks': 61}" in engine.stderr
     other = run_peagle(*common, "--concurrency", "1", "--max-tokens", "7")
     assert other.exit_code == 2
     assert "max_tokens: 6 -> 7" in other.stderr
@@ -103,6 +109,25 @@ def test_endpoints_with_failures(tmp_path, prompts):
     page = (out / "report.html").read_text()
     assert "Requests that failed" in page
     assert "out of memory" in page
+
+
+def test_arms_with_failures_are_kept_until_they_are_asked_for_again(tmp_path, prompts):
+    out = tmp_path / "out"
+    with fake_server(behave=("http_500", "ok")) as server:
+        command = (
+            *("bench", "--endpoint", f"{server.url},name=a", "--workload", f"w={prompts}", "--concurrency", "1"),
+            *("--output", out, "--warm-up", "0", "--no-report"),
+        )
+        assert run_peagle(*command).exit_code == 1
+        asked = len(server.bodies)
+        assert run_peagle(*command).exit_code == 1
+        assert len(server.bodies) == asked
+        assert run_peagle(*command, "--retry-failed").exit_code == 0
+    assert [a["failed"] for a in arms(out)] == [1, 0]
+    result = run_peagle(*command[:-1], "--report-only")
+    assert result.exit_code == 0
+    assert "as served" in result.stdout
+    assert "Requests that failed" not in (out / "report.html").read_text()
 
 
 def test_a_cache_that_can_be_emptied_is(tmp_path, prompts):
@@ -166,6 +191,7 @@ def test_our_server_end_to_end(tmp_path, target, heads, prompts):  # noqa: F811
         (["--workload", "nothing.jsonl"], "no such file"),
         ([], "--workload: missing"),
         (["--workload", "quick", "--add", "none.json"], "--add none.json: cannot be read"),
+        (["--workload", "quick", "--speculative-args", '{"none": {}}'], "--speculative-args: got"),
         (["--report-only"], "results.jsonl: cannot be read"),
         (
             ["--workload", "quick", "--concurrency", "1", "--endpoint", "http://127.0.0.1:9,name=a"],
@@ -233,3 +259,22 @@ def test_quick_takes_the_bundled_heads_for_the_demo_model_only():
     assert set(find_heads(DEMO_TARGET, None, None, True)) == {"eagle3", "p-eagle"}
     assert find_heads("other", None, "head", True) == {"eagle3": "head"}
     assert find_heads(DEMO_TARGET, None, None, False) == {}
+
+
+def test_synthetic_acceptance_is_said_everywhere(tmp_path, target, heads):  # noqa: F811
+    out = tmp_path / "out"
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    result = run_peagle(
+        *("bench", target, "--p-eagle", heads["p-eagle"], "--workload", "random:8:40:3", "--k", "3", "--device", "cpu"),
+        *("--concurrency", "3", "--warm-up", "0", "--max-model-len", "200", "--engine-args", '{"num_kv_blocks": 60}'),
+        *("--speculative-args", json.dumps({"p-eagle": synthetic}), "--output", out, "--max-num-seqs", "4"),
+    )
+    assert result.exit_code == 0, result.output
+    plain, drafted = arms(out)
+    assert drafted["output_lens"] == [40, 40, 40]
+    assert drafted["spec_decode_acceptance_length"] == pytest.approx(2.5, rel=0.2)
+    assert drafted["synthetic"] == synthetic
+    assert "check" not in drafted
+    assert "synthetic" not in plain
+    assert "SYNTHETIC ACCEPTANCE" in result.stdout
+    assert "Synthetic acceptance:" in (out / "report.html").read_text()

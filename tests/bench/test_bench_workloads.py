@@ -73,6 +73,17 @@ def test_random_lengths(text):
     assert workload != load_workload("random:20:7:5", None, text, 2)
 
 
+def test_random_lengths_without_a_tokenizer(target_folder, tmp_path):
+    folder = target_folder("llama")
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    bare = read_target_text(str(tmp_path))
+    assert bare.tokenizer is None
+    ids = {token for row in load_workload("random:200:7:5", None, bare, 1).token_ids for token in row}
+    assert max(ids) < bare.facts.vocab_size
+    assert not ids & bare.eos_token_ids
+
+
 def test_built_in_prompts():
     assert len(load_workload("quick", None, None, 0)) == 8
     assert len(load_workload("quick", 3, None, 0)) == 3

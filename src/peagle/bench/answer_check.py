@@ -7,6 +7,7 @@ from typing import Any
 
 from peagle.bench.compare import difference
 from peagle.bench.records import Run
+from peagle.target.model import Target
 
 # conversation, turn, and the answer as token ids or text
 Answer = tuple[int, int, list[int] | str]
@@ -17,8 +18,10 @@ def answers_of(run: Run) -> list[Answer]:
     return [(r.conversation, r.turn, r.token_ids if r.token_ids is not None else r.text) for r in run.succeeded]
 
 
-def check_answers(reference: Sequence[Sequence[Any]], run: Run) -> dict[str, Any]:
+def check_answers(reference: Sequence[Sequence[Any]], run: Run, target: Target | None = None) -> dict[str, Any]:
     """How many answers are the reference's, and where the first one leaves it.
+
+    With the loaded `target` the first difference gets its logit gap: near 0 two tokens were tied and rounding chose.
 
     A conversation's turns behind a difference had another prompt, so they are not compared; neither are answers that
     one of the two runs failed to give (`num_missing`). Kinds that cannot be compared (ids with text) count as missing.
@@ -27,7 +30,7 @@ def check_answers(reference: Sequence[Sequence[Any]], run: Run) -> dict[str, Any
     compared = equal = missing = 0
     first: dict[str, Any] | None = None
     diverged: set[int] = set()
-    for conversation, turn, answer in answers_of(run):
+    for record, (conversation, turn, answer) in zip(run.succeeded, answers_of(run), strict=True):
         if conversation in diverged:
             continue
         plain = expected.get((conversation, turn))
@@ -35,25 +38,28 @@ def check_answers(reference: Sequence[Sequence[Any]], run: Run) -> dict[str, Any
             missing += 1
             continue
         compared += 1
-        found = _difference(conversation, turn, plain, answer)
+        known = target if first is None and record.prompt_ids is not None else None
+        found = _difference(conversation, turn, plain, answer, known, record.prompt_ids or ())
         if found is None:
             equal += 1
             continue
         diverged.add(conversation)
-        if first is None:
-            first = found
+        first = first or found
     missing += len(run.records) - len(run.succeeded)
     return {"num_answers": compared, "num_equal": equal, "num_missing": missing, "first": first}
 
 
-def _difference(conversation: int, turn: int, plain: Any, other: Any) -> dict[str, Any] | None:
+def _difference(
+    conversation: int, turn: int, plain: Any, other: Any, target: Target | None, prompt_ids: Sequence[int]
+) -> dict[str, Any] | None:
     """index counts tokens or, for texts, characters."""
-    if isinstance(plain, str):
-        a, b, unit = [ord(c) for c in plain], [ord(c) for c in other], "character"
-    else:
-        a, b, unit = plain, other, "token"
-    found = difference(None, conversation, turn, [], a, b)
-    return None if found is None else {"prompt": conversation, "turn": turn, "index": found.index, "unit": unit}
+    text = isinstance(plain, str)
+    a, b = ([ord(c) for c in plain], [ord(c) for c in other]) if text else (plain, other)
+    found = difference(None if text else target, conversation, turn, prompt_ids, a, b)
+    if found is None:
+        return None
+    unit = "character" if text else "token"
+    return {"prompt": conversation, "turn": turn, "index": found.index, "unit": unit, "logit_gap": found.logit_gap}
 
 
 def check_phrase(check: dict[str, Any] | None) -> str:
@@ -65,4 +71,6 @@ def check_phrase(check: dict[str, Any] | None) -> str:
     if first is not None:
         turn = f" turn {first['turn'] + 1}" if first["turn"] else ""
         phrase += f"; first at prompt {first['prompt'] + 1}{turn}, {first['unit']} {first['index'] + 1}"
+        if first.get("logit_gap") is not None:
+            phrase += f" (logit gap {first['logit_gap']:.2g})"
     return phrase

@@ -12,6 +12,7 @@ from peagle.bench.arms import Arm
 from peagle.bench.records import Run
 from peagle.bench.results_file import ResultsFile
 from peagle.bench.serving_metrics import request_lists, serving_metrics
+from peagle.target.model import Target
 
 
 def arm_content(arm: Arm, num_prompts: int, run: Run, detailed: bool) -> dict[str, Any]:
@@ -33,11 +34,11 @@ def arm_content(arm: Arm, num_prompts: int, run: Run, detailed: bool) -> dict[st
     }
 
 
-def check_line(line: dict[str, Any], arm: Arm, run: Run, results: ResultsFile) -> None:
+def check_line(line: dict[str, Any], arm: Arm, run: Run, results: ResultsFile, target: Target | None = None) -> None:
     """Compare an arm's answers with plain decoding's in the same engine.
 
     A plain arm that answers more than those before it keeps its answers, for others to be compared with, and the first
-    such arm is compared with another engine's.
+    such arm is compared with another engine's. target: the loaded model, for logit gaps.
     """
     stored = [other for other in results.arms.values() if other.get("answers") and other["workload"] == arm.workload]
     own = [other for other in stored if other["engine"] == arm.setup.engine]
@@ -46,7 +47,7 @@ def check_line(line: dict[str, Any], arm: Arm, run: Run, results: ResultsFile) -
     if own:
         # the fewest users round as one user does; where their arms asked less, the one that asked most
         reference = covering[0] if covering else max(own, key=lambda other: len(other["answers"]))
-        line["check"] = {"with": reference["concurrency"], **check_answers(reference["answers"], run)}
+        line["check"] = {"with": reference["concurrency"], **check_answers(reference["answers"], run, target)}
     if arm.setup.method == "none" and answers and not covering:
         line["answers"] = [list(answer) for answer in answers]
         other = next((one for one in stored if one["engine"] != arm.setup.engine), None)

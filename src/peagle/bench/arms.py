@@ -9,7 +9,7 @@ from typing import Any
 from peagle.errors import InputError
 
 METHODS = ("none", "eagle3", "p-eagle")
-METHOD_NAMES = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
+METHOD_NAMES = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE", "endpoint": "as served"}
 ENGINES = ("peagle", "peagle-serve", "vllm")
 
 

@@ -23,6 +23,7 @@ from peagle.bench.server_process import free_port, running_server
 from peagle.bench.target_text import TargetText
 from peagle.bench.workloads import Workload
 from peagle.errors import InputError
+from peagle.target.model import Target
 
 # Counters of a server may reach /metrics a moment after the last token has reached the client.
 COUNTER_SECONDS = 0.25
@@ -30,8 +31,11 @@ COUNTER_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What all arms of a sweep share. engine_args go to EngineConfig, serve_args and vllm_args to the servers' command
-    lines; max_num_seqs and max_model_len to all three."""
+    """What all arms of a sweep share.
+
+    speculative_args: by method, further keys of the speculative config. engine_args go to EngineConfig, serve_args and
+    vllm_args to the servers' command lines; max_num_seqs and max_model_len to all three.
+    """
 
     target: str
     heads: Mapping[str, str]  # by method
@@ -41,6 +45,7 @@ class RunSettings:
     device: str | None = None
     max_num_seqs: int = 64
     max_model_len: int | None = None
+    speculative_args: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     serve_args: Sequence[str] = ()
     vllm_args: Sequence[str] = ()
@@ -50,12 +55,19 @@ class RunSettings:
     start_timeout: float = 900.0
     api_key: str | None = field(default=None, repr=False)
 
+    def synthetic(self, setup: Setup) -> bool:
+        """Whether drafts are accepted whatever they are, so that what comes out is no answer."""
+        further = self.speculative_args.get(setup.method, {})
+        return further.get("rejection_sample_method", "standard") == "synthetic"
+
 
 class Backend(Protocol):
-    """A loaded engine or a running server. command: how to start the like of it; facts: what it says of itself."""
+    """A loaded engine or a running server. command: how to start the like of it; facts: what it says of itself; target:
+    the model where it is in this process."""
 
     command: str
     facts: dict[str, Any]
+    target: Target | None
 
     def questions(self, workload: Workload, max_tokens: int, first_turns: bool = False) -> Questions: ...
 
@@ -70,8 +82,7 @@ class Backend(Protocol):
 class InProcess:
     """This project's engine. Built anew for every setup, so that nothing of another one is left in it."""
 
-    def __init__(self, setup: Setup, settings: RunSettings, target: Any) -> None:
-        """target: a loaded `Target`."""
+    def __init__(self, setup: Setup, settings: RunSettings, target: Target) -> None:
         from peagle.config import EngineConfig, SpeculativeConfig
         from peagle.engine.loading import load_engine
 
@@ -80,9 +91,12 @@ class InProcess:
         head = settings.heads.get(setup.method)
         speculative = None
         if head is not None:
-            speculative = SpeculativeConfig(head, setup.k, parallel_drafting=setup.method == "p-eagle")
+            speculative = SpeculativeConfig.parse(
+                server_commands.speculative_settings(setup, head, settings.speculative_args.get(setup.method, {})) or {}
+            )
         self.engine = load_engine(target, speculative, config=EngineConfig(**config))
-        self.chat = Chat(target)
+        self.chat = Chat(target) if target.tokenizer is not None else None
+        self.target: Target | None = target
         self.sampling = settings.sampling
         self.caching = bool(config["enable_prefix_caching"])
         dtype = str(target.dtype).removeprefix("torch.")
@@ -102,6 +116,8 @@ class InProcess:
 class OverHttp:
     """A server, whoever runs it. chat: makes token ids of prompts; None sends messages. own: started here, with its
     prefix cache off or fresh."""
+
+    target: Target | None = None
 
     def __init__(self, endpoint: Endpoint, chat: Chat | None, sampling: Sampling, command: str, own: bool) -> None:
         told = endpoints.read_server(endpoint.url, endpoint.api_key)
@@ -141,8 +157,8 @@ class Backends:
         """text: None where only endpoints are measured that take messages. logs: folder for the servers' output."""
         self.settings, self.text, self.logs = settings, text, logs
         self.given = {endpoint.setup: endpoint for endpoint in given}
-        self.chat = Chat(text) if text is not None else None
-        self._target: Any = None
+        self.chat = Chat(text) if text is not None and text.tokenizer is not None else None
+        self._target: Target | None = None
 
     @contextlib.contextmanager
     def open(self, setup: Setup) -> Iterator[Backend]:
@@ -162,7 +178,7 @@ class Backends:
             with self._server(setup) as backend:
                 yield backend
 
-    def _loaded_target(self) -> Any:
+    def _loaded_target(self) -> Target:
         from peagle.target.loading import load_target
 
         if self._target is None:
@@ -187,7 +203,8 @@ class Backends:
     @contextlib.contextmanager
     def _server(self, setup: Setup) -> Iterator[Backend]:
         s, port = self.settings, free_port()
-        settings = server_commands.speculative_settings(setup, s.heads.get(setup.method))
+        further = s.speculative_args.get(setup.method, {})
+        settings = server_commands.speculative_settings(setup, s.heads.get(setup.method), further)
         options: list[tuple[str, object]] = [("--max-num-seqs", s.max_num_seqs), ("--max-model-len", s.max_model_len)]
         options.append(("--dtype", None if s.dtype == "auto" else s.dtype))
         assert self.text is not None
@@ -199,7 +216,7 @@ class Backends:
             args = server_commands.common_args(port, options, s.vllm_args)
             command = server_commands.vllm_command(self.text.source, settings, args)
         url, log = f"http://127.0.0.1:{port}", self.logs / f"{setup.engine}-{setup.method}-k{setup.k}.log"
-        with running_server(command, url, log, server_commands.server_env(setup.engine), s.start_timeout):
+        with running_server(command, url, log, server_commands.server_env(command), s.start_timeout):
             model = endpoints.read_server(url).model
             endpoint = self._endpoint(url, model, False, None, True)
             yield OverHttp(endpoint, self.chat, s.sampling, shlex.join(command), True)

@@ -13,8 +13,8 @@ from typing import Any
 from peagle.bench.arms import Arm, GivenEndpoint, Setup, plan_arms
 from peagle.bench.backends import Backends, RunSettings
 from peagle.bench.endpoints import read_server
-from peagle.bench.results_file import ResultsFile, open_results
-from peagle.bench.sweep import Screen, SweepOptions, run_sweep
+from peagle.bench.results_file import GROWING, ResultsFile, open_results
+from peagle.bench.sweep import Screen, Sweep, SweepOptions
 from peagle.bench.target_text import TargetText
 from peagle.bench.workloads import Workload
 from peagle.errors import InputError
@@ -36,6 +36,7 @@ class Plan:
     given: Sequence[GivenEndpoint]
     output: Path
     command: str
+    retry_failed: bool = False
 
     @property
     def arms(self) -> list[Arm]:
@@ -51,6 +52,10 @@ def check_plan(plan: Plan, text: TargetText | None) -> list[str]:
             raise InputError(
                 f"--concurrency: {most} users need at least as many prompts, and the workload {workload.name} has "
                 f"{len(workload)}; lower it, or take more prompts"
+            )
+        if workload.prompts and plan.settings.target and text is not None and text.tokenizer is None:
+            raise InputError(
+                f"workload {workload.name}: is text, and {text.name_or_path} has no tokenizer, expected random:IN:OUT"
             )
         if workload.token_ids and any(given.api == "chat" for given in plan.given):
             raise InputError(f"workload {workload.name}: holds token ids, expected api=completions at the endpoint")
@@ -98,26 +103,31 @@ def _check_vllm(plan: Plan, text: TargetText | None) -> list[str]:
     notes: list[str] = []
     for setup in plan.setups:
         if setup.engine == "vllm":
-            settings = speculative_settings(setup, plan.settings.heads.get(setup.method))
+            further = plan.settings.speculative_args.get(setup.method, {})
+            settings = speculative_settings(setup, plan.settings.heads.get(setup.method), further)
             notes += check(plan.settings.target, settings, installed)
     return notes
 
 
 def run_plan(plan: Plan, text: TargetText | None, screen: Screen) -> ResultsFile:
-    """Measure what is not in the folder's results yet."""
+    """Measure what is not in the folder's results yet, and what failed there if that is to be tried again."""
     results = open_results(plan.output / RESULTS, settings_of(plan))
+    if plan.retry_failed:
+        results.arms = {key: arm for key, arm in results.arms.items() if not arm["failed"]}
     backends = Backends(plan.settings, text, plan.given, plan.output / "logs")
     waiting = [arm for arm in plan.arms if arm.key not in results.arms]
     if waiting or not results.runs:
         results.add_run(run_facts(plan))
     by_name = {workload.name: workload for workload in plan.workloads}
-    run_sweep(plan.arms, by_name, backends, results, plan.options, screen)
+    Sweep(by_name, backends, results, plan.options, screen).run(plan.arms)
     return results
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
     """Settings that decide what is measured: results of others are not continued."""
     s = plan.settings
+    engine_args = {"peagle": dict(s.engine_args), "peagle-serve": list(s.serve_args), "vllm": list(s.vllm_args)}
+    used = {setup.engine for setup in plan.setups}
     return {
         "target": s.target,
         "heads": {method: head_fingerprint(head) for method, head in s.heads.items()},
@@ -130,9 +140,8 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         "device": s.device,
         "max_num_seqs": s.max_num_seqs,
         "max_model_len": s.max_model_len,
-        "engine_args": dict(s.engine_args),
-        "serve_args": list(s.serve_args),
-        "vllm_args": list(s.vllm_args),
+        "speculative_args": {method: dict(further) for method, further in s.speculative_args.items()},
+        "engines": {engine: args for engine, args in engine_args.items() if engine in used},
         "extra_body": dict(s.extra_body),
     }
 
@@ -156,9 +165,8 @@ def run_facts(plan: Plan) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": plan.command,
         "machine": machine,
-        "heads": settings["heads"],
+        **{name: settings[name] for name in GROWING},
         "head_paths": dict(plan.settings.heads),
-        "workloads": settings["workloads"],
         "workload_sources": {workload.name: workload.source for workload in plan.workloads},
     }
 

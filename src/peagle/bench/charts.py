@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# where a point's label stands (points right and up, alignment): a side each, since points of methods may coincide
+LABELS = {
+    "none": (0, -15, "center"),
+    "eagle3": (-7, -3, "right"),
+    "p-eagle": (0, 8, "center"),
+    "endpoint": (7, -3, "left"),
+}
+
+
 def methods_of(points: Sequence[Point], workload: str, engine: str) -> list[str]:
     found = {p.setup.method for p in points if (p.workload, p.setup.engine) == (workload, engine)}
     return [method for method in COLOURS if method in found]
@@ -207,8 +216,9 @@ def interactivity_chart(points: Sequence[Point], workload: str, engine: str) -> 
         axes.plot([x for _, x in there], [p.rate for p, _ in there], color=COLOURS[method], marker=MARKERS[method],
                   markersize=5.5, linewidth=1.8, label=name_of(method))  # fmt: skip
         for p, x in there:
-            axes.annotate(f"C={p.concurrency}", (x, p.rate), xytext=(6, 4), textcoords="offset points", fontsize=8,
-                          color=COLOURS[method])  # fmt: skip
+            aside, above, align = LABELS[method]
+            axes.annotate(f"C={p.concurrency}", (x, p.rate), xytext=(aside, above), textcoords="offset points", fontsize=8,
+                          color=COLOURS[method], ha=align)  # fmt: skip
             rates.append(p.rate)
             widest = max(widest, x)
     axes.set_xlim(0, widest * 1.15 or 1)

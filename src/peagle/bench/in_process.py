@@ -47,7 +47,8 @@ def run_in_process(
     def ask(question: Question) -> None:
         assert question.token_ids is not None
         record = Record(question.conversation, question.turn, time.perf_counter() - origin)
-        record.prompt_tokens, record.token_ids = len(question.token_ids), []
+        record.prompt_ids, record.token_ids = question.token_ids, []
+        record.prompt_tokens = len(question.token_ids)
         if broken:
             record.failure, record.error = "not_sent", broken
             end(question, record)

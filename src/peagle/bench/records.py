@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +42,7 @@ class Record:
     finish_reason: str | None = None
     failure: Failure | None = None
     error: str = ""
+    prompt_ids: Sequence[int] | None = None  # where prompts are token ids; not written to results
 
     @property
     def tpot(self) -> float | None:

@@ -88,6 +88,7 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
         differences=tables.difference_table(points),
         failures=tables.failure_table(arms),
         failed_starts=results.failed_starts,
+        synthetic=list(dict.fromkeys(f"{arm['label']}: {arm['synthetic']}" for arm in arms if arm.get("synthetic"))),
         notes=list(dict.fromkeys(f"{arm['label']}: {note}" for arm in arms for note in arm.get("notes") or ())),
         runs=results.runs,
         settings=results.settings,
@@ -109,6 +110,8 @@ def terminal_text(results: ResultsFile, added: Sequence[dict[str, Any]]) -> str:
     for workload, engine in panels(points):
         table = tables.best_table(points, workload, engine)
         blocks.append(f"{table.title}\n{align([table.head, *table.rows], left=table.left)}")
+    if any(arm.get("synthetic") for point in points for arm in point.arms):
+        blocks.append("SYNTHETIC ACCEPTANCE: drafts were accepted whatever they were; the answers are no text")
     return "\n\n".join([*blocks, "\n".join(tables.headlines(points))])
 
 

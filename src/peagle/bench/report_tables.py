@@ -33,7 +33,7 @@ def best_table(points: Sequence[Point], workload: str, engine: str) -> Table:
     rows = []
     for c in concurrencies(points, workload, engine):
         row = [str(c)]
-        for method in ("none", "eagle3", "p-eagle"):
+        for method in METHOD_NAMES:
             point = best(points, engine, workload, method, c)
             row.append("" if point is None else number(point.rate) + (f" (K={point.setup.k})" if point.setup.k else ""))
         pairs = (("eagle3", "none"), ("p-eagle", "none"), ("p-eagle", "eagle3"))
@@ -44,7 +44,7 @@ def best_table(points: Sequence[Point], workload: str, engine: str) -> Table:
         row.append("" if last is None or last.resolution is None else f"{100 * last.resolution:.0f} %")
         rows.append(tuple(row))
     head = (
-        *("C", "none", "EAGLE-3", "P-EAGLE", "EAGLE-3 / none", "P-EAGLE / none", "P-EAGLE / EAGLE-3"),
+        *("C", "none", "EAGLE-3", "P-EAGLE", "as served", "EAGLE-3 / none", "P-EAGLE / none", "P-EAGLE / EAGLE-3"),
         *("difference", "detectable"),
     )
     title = f"{workload} · {engine}: output tokens/s, each at its best K"
@@ -149,7 +149,7 @@ def headlines(points: Sequence[Point]) -> list[str]:
     found = []
     for workload, engine in panels(points):
         c = min(concurrencies(points, workload, engine))
-        rates = {m: best(points, engine, workload, m, c) for m in ("none", "eagle3", "p-eagle")}
+        rates = {m: best(points, engine, workload, m, c) for m in METHOD_NAMES}
         parts = []
         for a, b in (("p-eagle", "eagle3"), ("p-eagle", "none"), ("eagle3", "none")):
             r = ratio(points, engine, workload, a, b, c)

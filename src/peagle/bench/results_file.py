@@ -16,7 +16,8 @@ from peagle.errors import InputError
 
 FORMAT = "peagle-bench"
 VERSION = 1
-GROWING = ("workloads", "heads")  # settings to which a later run may add
+# settings to which a later run may add: fingerprints of workloads and heads, arguments of engines
+GROWING = ("workloads", "heads", "engines")
 
 
 class ResultsFile:
@@ -33,7 +34,7 @@ class ResultsFile:
         self.failed_starts: dict[str, str] = {}
 
     def add_run(self, run: Mapping[str, Any]) -> None:
-        """One invocation; `workloads` and `heads` in it (fingerprints by name) become part of the settings."""
+        """One invocation; what is in it of GROWING, by name, joins the settings."""
         self._take_run(run)
         self._append({"type": "run", **run})
 
@@ -122,12 +123,13 @@ def read_results(path: Path) -> ResultsFile:
 
 
 def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`name: there -> now` of every setting that differs; of workloads and heads those in both are compared."""
+    """`name: there -> now` of every setting that differs; of the growing ones those in both are compared."""
     there, now = json.loads(json.dumps(there)), json.loads(json.dumps(now))
     found = []
     for name in sorted(there.keys() | now.keys()):
         a, b = there.get(name), now.get(name)
-        if name in GROWING and isinstance(a, dict) and isinstance(b, dict):
+        if name in GROWING:
+            a, b = a or {}, b or {}
             both = sorted(a.keys() & b.keys())
             found += [f"{name}.{key}: {a[key]!r} -> {b[key]!r}" for key in both if a[key] != b[key]]
         elif a != b:

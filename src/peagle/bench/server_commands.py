@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from peagle.bench.arms import Setup
 CACHE_FLAGS = ("--enable-prefix-caching", "--no-enable-prefix-caching")
 
 
-def speculative_settings(setup: Setup, head: str | None) -> dict[str, Any] | None:
-    """vLLM's speculative config of a setup; None without speculation."""
+def speculative_settings(setup: Setup, head: str | None, further: Mapping[str, Any]) -> dict[str, Any] | None:
+    """vLLM's speculative config of a setup, with further keys; None without speculation."""
     if head is None:
         return None
     folder = Path(head).expanduser()
@@ -24,6 +24,7 @@ def speculative_settings(setup: Setup, head: str | None) -> dict[str, Any] | Non
         "model": str(folder.resolve()) if folder.is_dir() else head,
         "num_speculative_tokens": setup.k,
         "parallel_drafting": setup.method == "p-eagle",
+        **further,
     }
 
 
@@ -68,10 +69,10 @@ def vllm_command(source: str, settings: dict[str, Any] | None, args: Sequence[st
     return build_command(installed, source, settings, args)
 
 
-def server_env(engine: str) -> dict[str, str]:
-    """This process's environment; vLLM has its own packages, which ours must not cover."""
+def server_env(command: Sequence[str]) -> dict[str, str]:
+    """This process's environment. A program of another Python has its own packages, which PYTHONPATH must not cover."""
     env = dict(os.environ)
-    if engine == "vllm":
+    if Path(command[0]).parent != Path(sys.executable).parent:
         env.pop("PYTHONPATH", None)
-        env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
     return env

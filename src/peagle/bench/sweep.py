@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from peagle.bench.arm_lines import arm_content, arm_line, check_line
 from peagle.bench.arms import Arm, Setup
 from peagle.bench.backends import Backend, Backends
-from peagle.bench.records import Record, Run
+from peagle.bench.records import Record
 from peagle.bench.results_file import ResultsFile
 from peagle.bench.time_left import TimeLeft, duration
 from peagle.bench.workloads import Workload
@@ -52,107 +52,99 @@ class SweepOptions:
         return min(len(workload), max(FEWEST, self.prompts_per_user * concurrency))
 
 
-def run_sweep(
-    arms: Sequence[Arm],
-    workloads: Mapping[str, Workload],
-    backends: Backends,
-    results: ResultsFile,
-    options: SweepOptions,
-    screen: Screen,
-) -> None:
-    """Measure `arms` in their order, those of the results left out.
+@dataclass(slots=True)
+class Sweep:
+    """Measures arms that are not in the results yet. workloads: by name."""
 
-    A setup that cannot be loaded or started is recorded with the reason, and the others go on; a first turn that is
-    longer than the model counts as such a reason. Setups that failed in an earlier run are tried again.
-    """
-    waiting = [arm for arm in arms if arm.key not in results.arms]
-    if len(waiting) < len(arms):
-        screen.say(f"{len(arms) - len(waiting)} of {len(arms)} arms are in the results already")
-    left = TimeLeft(results.arms.values())
-    place = len(arms) - len(waiting)
-    for setup, group in _groups(waiting, backends):
-        began = time.monotonic()
+    workloads: Mapping[str, Workload]
+    backends: Backends
+    results: ResultsFile
+    options: SweepOptions
+    screen: Screen
+
+    def run(self, arms: Sequence[Arm]) -> None:
+        """In their order.
+
+        A setup that cannot be loaded or started is recorded with the reason, and the others go on; a first turn that
+        is longer than the model counts as such a reason. Setups that failed in an earlier run are tried again.
+        """
+        waiting = [arm for arm in arms if arm.key not in self.results.arms]
+        done = len(arms) - len(waiting)
+        if done:
+            self.screen.say(f"{done} of {len(arms)} arms are in the results already")
+        left = TimeLeft(self.results.arms.values())
+        for setup, group in self._groups(waiting):
+            began = time.monotonic()
+            try:
+                with self.backends.open(setup) as backend:
+                    left.loaded(time.monotonic() - began)
+                    self.results.started(setup.label)
+                    for arm in group:
+                        place = len(arms) - len(waiting) + 1
+                        self.screen.say(f"[{place}/{len(arms)}] {_label(arm)}{_about(left.seconds(waiting))}")
+                        began = time.monotonic()
+                        line = self.measure(arm, backend)
+                        left.measured(arm, time.monotonic() - began)
+                        waiting.remove(arm)
+                        self.screen.say("    " + arm_line(line))
+                        if "engine" in line["failures"]:
+                            raise InputError(f"the engine failed and is not used further: {line['errors'][-1]}")
+            except InputError as error:
+                self.results.add_failed_start(setup.label, str(error))
+                self.screen.say(f"{setup.label}: {error}")
+                waiting = [arm for arm in waiting if arm not in group]
+
+    def _groups(self, arms: Sequence[Arm]) -> list[tuple[Setup, list[Arm]]]:
+        """Arms that share a loaded engine or a running server."""
+        groups: list[tuple[Setup, list[Arm]]] = []
+        for setup, members in groupby(arms, key=lambda arm: arm.setup):
+            if self.backends.needs_fresh_server(setup):
+                groups += [(setup, [arm]) for arm in members]
+            else:
+                groups.append((setup, list(members)))
+        return groups
+
+    def measure(self, arm: Arm, backend: Backend) -> dict[str, Any]:
+        """Warm up, empty the cache, run one arm and write its line, which comes back."""
+        workload, options = self.workloads[arm.workload], self.options
+        questions = backend.questions(workload, options.max_tokens)
+        questions.check_lengths()
+        notes = self._warm_up(arm, workload, backend)
+        note = backend.reset_cache()
+        if note is not None:
+            notes.append(note)
+        conversations = options.num_conversations(workload, arm.concurrency)
+        self.screen.begin(f"C={arm.concurrency}", workload.num_requests(conversations))
         try:
-            with backends.open(setup) as backend:
-                left.loaded(time.monotonic() - began)
-                results.started(setup.label)
-                place = _run_group(group, place, len(arms), waiting, backend, workloads, results, options, screen, left)
-        except InputError as error:
-            results.add_failed_start(setup.label, str(error))
-            screen.say(f"{setup.label}: {error}")
-            place += sum(arm.key not in results.arms for arm in group)
+            run = backend.run(questions, arm.concurrency, self.screen.request, limit=conversations)
+        finally:
+            self.screen.end()
+        line = arm_content(arm, conversations, run, options.detailed)
+        line |= {"command": backend.command, "facts": backend.facts, "notes": notes}
+        if self.backends.settings.synthetic(arm.setup):
+            line["synthetic"] = dict(self.backends.settings.speculative_args[arm.setup.method])
+        elif options.check:
+            check_line(line, arm, run, self.results, backend.target)
+        self.results.add_arm(arm.key, line)
+        return line
 
-
-def _groups(arms: Sequence[Arm], backends: Backends) -> list[tuple[Setup, list[Arm]]]:
-    """Arms that share a loaded engine or a running server."""
-    groups: list[tuple[Setup, list[Arm]]] = []
-    for setup, members in groupby(arms, key=lambda arm: arm.setup):
-        if backends.needs_fresh_server(setup):
-            groups += [(setup, [arm]) for arm in members]
-        else:
-            groups.append((setup, list(members)))
-    return groups
-
-
-def _run_group(
-    group: Sequence[Arm],
-    place: int,
-    total: int,
-    waiting: Sequence[Arm],
-    backend: Backend,
-    workloads: Mapping[str, Workload],
-    results: ResultsFile,
-    options: SweepOptions,
-    screen: Screen,
-    left: TimeLeft,
-) -> int:
-    """Measure arms on an open backend; how many of all are done then."""
-    for arm in group:
-        place += 1
-        workload = workloads[arm.workload]
-        remaining = [other for other in waiting if other.key not in results.arms]
-        estimate = left.seconds(remaining)
-        about = f" · about {duration(estimate)} left" if estimate is not None else ""
-        screen.say(f"[{place}/{total}] {arm.setup.label} · {arm.workload} · C={arm.concurrency}{_repeat(arm)}{about}")
-        began = time.monotonic()
-        line, run = measure(arm, workload, backend, results, options, screen)
-        results.add_arm(arm.key, line)
-        left.measured(arm, time.monotonic() - began)
-        screen.say("    " + arm_line(line))
-        if any(record.failure == "engine" for record in run.records):
-            raise InputError(f"the engine failed and is not used further: {run.records[-1].error}")
-    return place
-
-
-def measure(
-    arm: Arm, workload: Workload, backend: Backend, results: ResultsFile, options: SweepOptions, screen: Screen
-) -> tuple[dict[str, Any], Run]:
-    """Warm up, empty the cache, run one arm; its line for the results."""
-    questions = backend.questions(workload, options.max_tokens)
-    questions.check_lengths()
-    notes = []
-    warm_up = arm.concurrency if options.warm_up is None else options.warm_up
-    if warm_up:
+    def _warm_up(self, arm: Arm, workload: Workload, backend: Backend) -> list[str]:
+        """Ask some first turns that are not counted; a note where that failed."""
+        count = arm.concurrency if self.options.warm_up is None else self.options.warm_up
+        if not count:
+            return []
         short = backend.questions(replace(workload, output_len=None), WARM_UP_TOKENS, first_turns=True)
-        failures = backend.run(short, arm.concurrency, None, limit=warm_up).failures
-        if failures:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in failures.items())
-            notes.append(f"C={arm.concurrency}: of {warm_up} warm-up requests failed {kinds}")
-    note = backend.reset_cache()
-    if note is not None:
-        notes.append(note)
-    conversations = options.num_conversations(workload, arm.concurrency)
-    screen.begin(f"C={arm.concurrency}", workload.num_requests(conversations))
-    try:
-        run = backend.run(questions, arm.concurrency, screen.request, limit=conversations)
-    finally:
-        screen.end()
-    line = arm_content(arm, conversations, run, options.detailed)
-    line |= {"command": backend.command, "facts": backend.facts, "notes": notes}
-    if options.check:
-        check_line(line, arm, run, results)
-    return line, run
+        failures = backend.run(short, arm.concurrency, None, limit=count).failures
+        if not failures:
+            return []
+        kinds = ", ".join(f"{number} {kind}" for kind, number in failures.items())
+        return [f"C={arm.concurrency}: of {count} warm-up requests failed {kinds}"]
 
 
-def _repeat(arm: Arm) -> str:
-    return f" · run {arm.repeat + 1}" if arm.repeat else ""
+def _label(arm: Arm) -> str:
+    repeat = f" · run {arm.repeat + 1}" if arm.repeat else ""
+    return f"{arm.setup.label} · {arm.workload} · C={arm.concurrency}{repeat}"
+
+
+def _about(seconds: float | None) -> str:
+    return f" · about {duration(seconds)} left" if seconds is not None else ""

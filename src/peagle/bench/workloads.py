@@ -132,9 +132,8 @@ def speed_bench(spec: str, num_prompts: int | None) -> Workload:
     except InputError as error:
         raise InputError(
             f"--workload {spec}: SPEED-Bench could not be had: {error}. Its licence (NVIDIA Evaluation Dataset "
-            "License) does not let anybody pass it on: it is read from the Hub, by those who have accepted the "
-            "licence and are logged in there, or from a file that its authors' script has made: --workload "
-            "speed_bench=FILE"
+            "License) does not let anybody pass it on, so it does not come with this package: it is read from the Hub, "
+            "or from a file that its authors' script has made: --workload speed_bench=FILE"
         )
 
 
@@ -147,8 +146,10 @@ def random_workload(spec: str, num_prompts: int | None, text: TargetText | None,
         raise InputError(f"--workload {spec}: needs TARGET, whose vocabulary the tokens are drawn from")
     length, output_len = int(parts[0]), int(parts[1])
     count = int(parts[2]) if len(parts) == 3 else num_prompts or RANDOM_PROMPTS
-    special = set(text.tokenizer.all_special_ids) | text.eos_token_ids
-    size = min(len(text.tokenizer), text.facts.vocab_size)
+    special, size = set(text.eos_token_ids), text.facts.vocab_size
+    if text.tokenizer is not None:
+        special |= set(text.tokenizer.all_special_ids)
+        size = min(size, len(text.tokenizer))
     allowed = np.array([token for token in range(size) if token not in special])
     drawn = np.random.default_rng(seed).choice(allowed, (count, length))
     ids = tuple(tuple(int(token) for token in row) for row in drawn)

@@ -17,8 +17,8 @@ from peagle.errors import InputError
 if TYPE_CHECKING:
     from peagle.bench.arms import GivenEndpoint
 
-# Five minutes on two cores: three methods, eight prompts, answers of 48 tokens.
-QUICK: dict[str, Any] = {"workload": ["quick"], "concurrency": "1,4", "k": "2,4", "max_tokens": 48}
+# A few minutes on two cores.
+QUICK: dict[str, Any] = {"workload": ["quick"], "concurrency": "1,4", "k": "2,4", "max_tokens": 40}
 USUAL: dict[str, Any] = {"workload": [], "concurrency": "1,2,4,8,16,32,64", "k": "3,5,7", "max_tokens": 512}
 
 
@@ -95,6 +95,9 @@ def bench(
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Results, logs and report; an unfinished run there is continued.")
     ] = Path("bench-results"),
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Measure arms of the results that had failed requests again.")
+    ] = False,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Measure nothing; draw the report of the results in --output.")
     ] = False,
@@ -106,6 +109,14 @@ def bench(
     max_num_seqs: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Requests that run at once, every engine. Default 64 or C.")
     ] = None,
+    speculative_args: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON",
+            help="Further keys of the speculative config by method, such as those of synthetic acceptance: "
+            "'{\"p-eagle\": {...}}'.",
+        ),
+    ] = "{}",
     engine_args: Annotated[
         str, typer.Option(metavar="JSON", help="Further settings of the engine in this process (EngineConfig's names).")
     ] = "{}",
@@ -184,6 +195,7 @@ def bench(
         device=device,
         max_num_seqs=max_num_seqs or max(64, *users),
         max_model_len=max_model_len,
+        speculative_args=read_by_method("--speculative-args", speculative_args),
         engine_args=read_object("--engine-args", engine_args),
         serve_args=serve_flags,
         vllm_args=vllm_flags,
@@ -206,6 +218,7 @@ def bench(
         given=given,
         output=output,
         command=shlex.join(["peagle", *sys.argv[1:]]),
+        retry_failed=retry_failed,
     )
     for note in check_plan(plan, text):
         typer.echo(f"note: {note}", err=True)
@@ -246,6 +259,15 @@ def read_object(flag: str, text: str) -> dict[str, Any]:
         raise InputError(f"{flag}: {error}, expected a JSON object")
     if not isinstance(value, dict):
         raise InputError(f"{flag}: got {text!r}, expected a JSON object")
+    return value
+
+
+def read_by_method(flag: str, text: str) -> dict[str, dict[str, Any]]:
+    """A JSON object of objects, by the name of a method with a head."""
+    value = read_object(flag, text)
+    for method, further in value.items():
+        if method not in ("eagle3", "p-eagle") or not isinstance(further, dict):
+            raise InputError(f'{flag}: got {text!r}, expected {{"eagle3": {{...}}, "p-eagle": {{...}}}} or one of them')
     return value
 
 
