@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import openai
@@ -207,6 +208,20 @@ def test_the_error_of_a_long_prompt_names_both_lengths(server: Running) -> None:
     answer = server.client().completions.create(model=MODEL, prompt=[1] * 255)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answered"),
+    [([], 0), ("", 0), ([[]], 0), ([5], 16), ([5] * 255, 1), ([5] * 256, 0), ([5] * 240, 16), ([5] * 241, 15)],
+    ids=lambda value: str(len(value)) if isinstance(value, list | str) else str(value),
+)
+def test_prompts_at_the_limits(server: Running, prompt: Any, answered: int) -> None:
+    """Of 256 tokens, prompt and answer; the default of 16 tokens gives way."""
+    answer = server.post("/v1/completions", {"prompt": prompt, "ignore_eos": True})
+    if answered:
+        assert answer.json()["usage"]["completion_tokens"] == answered
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[1]", b"\xff\xfe", b'{"prompt": "x", "temperature": NaN}', b"[" * 10000])
