@@ -69,6 +69,12 @@ class ServerMetrics:
             "source",
             ("local_compute", "local_cache_hit", "external_kv_transfer"),
         )
+        self.cached_on_device = family.counters(
+            "prompt_tokens_cached_by_source",
+            "Prefix-cache hit tokens by the cache tier that supplied them.",
+            "source",
+            ("device",),
+        )["device"]
         self.generation_tokens = family.counter("generation_tokens", "Number of generation tokens processed.")
         self.step_tokens = family.histogram(
             "iteration_tokens_total", "Histogram of number of tokens per engine_step.", STEP_TOKENS
@@ -140,6 +146,7 @@ class ServerMetrics:
         """A prompt is computed, but for what the prefix cache had of it."""
         self.prompt_tokens.inc(tokens)
         self.cached_tokens.inc(cached)
+        self.cached_on_device.inc(cached)
         self.by_source["local_cache_hit"].inc(cached)
         self.by_source["local_compute"].inc(tokens - cached)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from peagle.engine.request import Request
+
 if TYPE_CHECKING:
     from peagle.server.metrics import Family
 
@@ -23,6 +25,7 @@ WHOLE_REQUEST = (
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 CHOICES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, 1, 2, 3, 5, 10, 20)
 
 
 def one_two_five(most: int) -> Iterator[int]:
@@ -85,6 +88,9 @@ class RequestMetrics:
         self.max_tokens = family.histogram(
             "request_params_max_tokens", "Histogram of the max_tokens request parameter.", lengths
         )
+        self.preemptions = family.histogram(
+            "request_num_preemptions", "Histogram of the number of times a request was preempted.", PREEMPTIONS
+        )
         self.n = family.histogram("request_params_n", "Histogram of the n request parameter.", CHOICES)
         self.longest = family.histogram(
             "request_max_num_generation_tokens", "Histogram of maximum number of requested generation tokens.", lengths
@@ -103,10 +109,10 @@ class RequestMetrics:
             self.between_before.observe(now - times.last_token)
         times.last_token = now
 
-    def ended(
-        self, times: Times, group: Group, prompt: int, cached: int, generated: int, max_tokens: int | None
-    ) -> None:
-        """prompt, cached, generated: its tokens; max_tokens: the parameter."""
+    def ended(self, times: Times, group: Group, request: Request) -> None:
+        """request: as it is now that it has finished."""
+        prompt, cached = request.num_prompt, max(request.num_cached_tokens, 0)
+        generated = len(request.token_ids) - prompt
         assert times.scheduled is not None
         assert times.first_token is not None
         assert times.last_token is not None
@@ -119,8 +125,9 @@ class RequestMetrics:
         self.prompt_tokens.observe(prompt)
         self.computed.observe(prompt - cached)
         self.generated.observe(generated)
-        if max_tokens is not None:
-            self.max_tokens.observe(max_tokens)
+        self.preemptions.observe(request.num_preemptions)
+        if request.params.max_tokens is not None:
+            self.max_tokens.observe(request.params.max_tokens)
         group.unfinished -= 1
         group.most_tokens = max(group.most_tokens, generated)
         if group.unfinished == 0:
