@@ -16,6 +16,7 @@ import pytest
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Status
+from peagle.server.answers import Answer
 from peagle.server.run import banner
 from peagle.target import Target
 from tests.engine.helpers import tiny_head
@@ -137,6 +138,40 @@ def test_a_step_that_fails(start: Start, target: Target) -> None:
     assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
     assert httpx.get(f"{server.url}/health").status_code == 200
     server.settle()
+
+
+@pytest.mark.parametrize("where", ["in the engine", "in the answer"])
+def test_a_failure_in_the_middle_of_a_stream(
+    start: Start, target: Target, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What has come stays, then one error and the end."""
+    server = start(tiny_engine(target, None))
+    step, logprobs = server.engine.step, Answer._logprobs
+    broken = threading.Event()
+
+    def breaks(*args: object) -> object:
+        if broken.is_set():
+            broken.clear()
+            raise RuntimeError("in the middle")
+        return step() if where == "in the engine" else logprobs(*args)  # type: ignore[arg-type]
+
+    if where == "in the engine":
+        server.engine.step = breaks  # type: ignore[method-assign, assignment]
+    else:
+        monkeypatch.setattr(Answer, "_logprobs", breaks)
+    lines = []
+    body = LONG | {"stream": True, "n": 2}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            lines += [line] if line else []
+            if len(lines) == 6:
+                broken.set()
+    assert answer.status_code == 200
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert all("error" not in line for line in lines[:-2])
+    server.settle()
+    assert server.post("/v1/completions", LONG | {"max_tokens": 5}).status_code == 200
 
 
 def test_a_step_that_fails_after_requests_ended(start: Start, target: Target) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import StepOutput
 from peagle.engine.request import Status
@@ -149,6 +151,8 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            if self.engine.target.device.type == "cuda":
+                torch.cuda.set_device(self.engine.target.device)  # a thread begins with the first one
             self._run_steps()
         except BaseException as error:
             log.exception("the engine's thread has ended")
