@@ -17,6 +17,7 @@ from peagle.server.errors import ApiError
 from peagle.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 
 log = logging.getLogger(__name__)
+encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: there is a chunk a step of every stream
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class Answer:
 
 
 def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + encode(data).encode() + b"\n\n"
 
 
 def spec_metrics(metrics: SpecMetrics) -> dict[str, Any]:
