@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 
 from peagle.engine.engine import Engine
+from peagle.server.histogram import FastHistogram
 from peagle.server.http_metrics import HttpMetrics
 from peagle.server.request_metrics import RequestMetrics
 
@@ -38,10 +39,10 @@ class Family:
         counter = Counter(f"vllm:{name}", text, [*self.labels, label], registry=self.registry)
         return {value: counter.labels(**self.labels, **{label: value}) for value in values}
 
-    def histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
-        return Histogram(
-            f"vllm:{name}", text, list(self.labels), buckets=tuple(buckets), registry=self.registry
-        ).labels(**self.labels)
+    def histogram(self, name: str, text: str, buckets: Iterable[float]) -> FastHistogram:
+        histogram = FastHistogram(f"vllm:{name}", text, self.labels, buckets)
+        self.registry.register(histogram)
+        return histogram
 
 
 class ServerMetrics:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peagle.engine.request import Request
+from peagle.server.histogram import FastHistogram
 
 if TYPE_CHECKING:
     from peagle.server.metrics import Family
@@ -64,7 +65,7 @@ class RequestMetrics:
     def __init__(self, family: Family, max_model_len: int) -> None:
         lengths = tuple(one_two_five(max_model_len))
 
-        def seconds(name: str, text: str, buckets: tuple[float, ...] = WHOLE_REQUEST) -> Any:
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = WHOLE_REQUEST) -> FastHistogram:
             return family.histogram(f"{name}_seconds", f"Histogram of {text} in seconds.", buckets)
 
         self.first = seconds("time_to_first_token", "time to first token", FIRST_TOKEN)
