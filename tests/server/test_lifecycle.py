@@ -321,3 +321,15 @@ def test_synthetic_acceptance_is_unmistakable(start: Start, target: Target, stre
     metrics = choices[-1]["spec_metrics"]  # though nobody has asked
     assert metrics["synthetic"].startswith("BENCHMARK ONLY")
     assert metrics["num_accepted_tokens"] >= metrics["num_drafts"] > 0
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large(server: Running, monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
+    monkeypatch.setattr("peagle.server.asgi.MAX_BODY_BYTES", 1000)
+    body = json.dumps({"prompt": "x" * 2000}).encode()
+    content = iter([body[:900], body[900:]]) if chunked else body
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 413
+    assert "1000" in answer.json()["error"]["message"]
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
