@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -14,6 +15,8 @@ import pytest
 
 from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
+from peagle.engine.request import Status
+from peagle.server.answers import Answer
 from peagle.server.run import banner
 from peagle.target import Target
 from tests.engine.helpers import tiny_head
@@ -22,20 +25,66 @@ from tests.server.conftest import MODEL, Running, Start, hold, script, tiny_engi
 LONG = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 
+def connect(server: Running, body: dict[str, object]) -> socket.socket:
+    """A client that has sent a request and waits; closing the socket is its leaving."""
+    data = json.dumps(body).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return sock
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_aborts(start: Start, target: Target, stream: bool) -> None:
     server = start(tiny_engine(target))
     gate = hold(server.engine)
-    body = json.dumps(LONG | {"stream": stream, "n": 3}).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as sock:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    with connect(server, LONG | {"stream": stream, "n": 3}):
         wait_for(lambda: len(server.engine.requests) == 3)
     wait_for(lambda: server.loop.num_open == 0)  # noticed while nothing is sent
     gate.set()
     server.settle()
     assert server.loop.metrics.finished["abort"]._value.get() == 3
+    assert server.post("/v1/completions", {"prompt": "still here"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("state", ["waiting", "in its prompt", "decoding"])
+def test_disconnect_in_every_state(start: Start, target: Target, state: str, stream: bool) -> None:
+    engine = tiny_engine(target, max_num_seqs=1, max_num_batched_tokens=16)
+    server = start(engine)
+    step, steps = engine.step, threading.Semaphore(0)
+
+    def counted() -> object:
+        steps.acquire(timeout=60)
+        return step()
+
+    engine.step = counted  # type: ignore[method-assign, assignment]
+    with ThreadPoolExecutor(1) as pool:
+        other = None
+        if state == "waiting":
+            other = pool.submit(server.post, "/v1/completions", LONG | {"max_tokens": 3})
+            wait_for(lambda: engine.requests)  # and the thread is in its first step
+        with connect(server, LONG | {"prompt": [*range(50)], "stream": stream}):
+            if other:  # requests come in between two steps
+                wait_for(lambda: server.loop._commands.qsize() == 1)
+                steps.release()
+            wait_for(lambda: len(engine.requests) == (2 if other else 1))
+            request = [*engine.requests.values()][-1]
+            reached = {
+                "waiting": lambda: request.status is Status.WAITING,
+                "in its prompt": lambda: 0 < request.num_computed < 50,
+                "decoding": lambda: len(request.output_token_ids) > 2,
+            }[state]
+            while not reached():
+                steps.release()
+                wait_for(lambda: steps._value == 0)
+                time.sleep(0.01)
+        wait_for(lambda: server.loop.num_open == (1 if other else 0))
+        steps.release(1000)
+        assert other is None or other.result().json()["usage"]["completion_tokens"] == 3
+    server.settle()
+    assert request.finish_reason == "abort"
     assert server.post("/v1/completions", {"prompt": "still here"}).status_code == 200
 
 
@@ -89,6 +138,40 @@ def test_a_step_that_fails(start: Start, target: Target) -> None:
     assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
     assert httpx.get(f"{server.url}/health").status_code == 200
     server.settle()
+
+
+@pytest.mark.parametrize("where", ["in the engine", "in the answer"])
+def test_a_failure_in_the_middle_of_a_stream(
+    start: Start, target: Target, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What has come stays, then one error and the end."""
+    server = start(tiny_engine(target, None))
+    step, logprobs = server.engine.step, Answer._logprobs
+    broken = threading.Event()
+
+    def breaks(*args: object) -> object:
+        if broken.is_set():
+            broken.clear()
+            raise RuntimeError("in the middle")
+        return step() if where == "in the engine" else logprobs(*args)  # type: ignore[arg-type]
+
+    if where == "in the engine":
+        server.engine.step = breaks  # type: ignore[method-assign, assignment]
+    else:
+        monkeypatch.setattr(Answer, "_logprobs", breaks)
+    lines = []
+    body = LONG | {"stream": True, "n": 2}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            lines += [line] if line else []
+            if len(lines) == 6:
+                broken.set()
+    assert answer.status_code == 200
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert all("error" not in line for line in lines[:-2])
+    server.settle()
+    assert server.post("/v1/completions", LONG | {"max_tokens": 5}).status_code == 200
 
 
 def test_a_step_that_fails_after_requests_ended(start: Start, target: Target) -> None:
@@ -238,3 +321,15 @@ def test_synthetic_acceptance_is_unmistakable(start: Start, target: Target, stre
     metrics = choices[-1]["spec_metrics"]  # though nobody has asked
     assert metrics["synthetic"].startswith("BENCHMARK ONLY")
     assert metrics["num_accepted_tokens"] >= metrics["num_drafts"] > 0
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large(server: Running, monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
+    monkeypatch.setattr("peagle.server.asgi.MAX_BODY_BYTES", 1000)
+    body = json.dumps({"prompt": "x" * 2000}).encode()
+    content = iter([body[:900], body[900:]]) if chunked else body
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 413
+    assert "1000" in answer.json()["error"]["message"]
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200

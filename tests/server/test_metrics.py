@@ -82,8 +82,8 @@ def test_cached_prompts(start: Start, target: Target) -> None:
     assert found["vllm:request_prefill_kv_computed_tokens_sum", ()] == 48
 
 
-# what the queries of vLLM's dashboards (examples/observability) name, but for LoRA, images, KV transfer and several
-# engines, and the residency of KV blocks, which vLLM has only on demand
+# what vLLM counts and its dashboards query, but for LoRA, images, KV transfer and several engines, and the residency of
+# KV blocks, which vLLM has only on demand
 DASHBOARDS = """
 vllm:cache_config_info vllm:e2e_request_latency_seconds_bucket vllm:engine_sleep_state vllm:generation_tokens_total
 vllm:inter_token_latency_seconds_bucket vllm:iteration_tokens_total_bucket vllm:kv_cache_usage_perc
@@ -93,7 +93,8 @@ vllm:prompt_tokens_cached_total vllm:prompt_tokens_total vllm:request_decode_tim
 vllm:request_generation_tokens_bucket vllm:request_inference_time_seconds_sum
 vllm:request_max_num_generation_tokens_sum vllm:request_params_max_tokens_sum vllm:request_params_n_sum
 vllm:request_prefill_kv_computed_tokens_sum vllm:request_prefill_time_seconds_sum vllm:request_prompt_tokens_bucket
-vllm:request_queue_time_seconds_sum vllm:request_success_total vllm:request_time_per_output_token_seconds_bucket
+vllm:request_queue_time_seconds_sum vllm:request_success_total vllm:request_num_preemptions_sum
+vllm:prompt_tokens_cached_by_source_total vllm:request_time_per_output_token_seconds_bucket
 vllm:spec_decode_num_accepted_tokens_per_pos_total vllm:spec_decode_num_accepted_tokens_total
 vllm:spec_decode_num_draft_tokens_total vllm:spec_decode_num_drafts_total vllm:time_per_output_token_seconds_bucket
 vllm:time_to_first_token_seconds_bucket vllm:admission_rejections_total
@@ -103,6 +104,15 @@ vllm:time_to_first_token_seconds_bucket vllm:admission_rejections_total
 def test_every_metric_of_the_dashboards_is_there_before_the_first_request(start: Start, target: Target) -> None:
     names = {name for name, _ in scrape(start(tiny_engine(target)))}
     assert set(DASHBOARDS.split()) <= names
+
+
+def test_preemptions(start: Start, target: Target) -> None:
+    server = start(tiny_engine(target, num_kv_blocks=20))
+    body = {"prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True, "n": 4}
+    assert server.post("/v1/completions", body).status_code == 200
+    found = scrape(server)
+    assert found["vllm:request_num_preemptions_sum", ()] == found["vllm:num_preemptions_total", ()] > 0
+    assert found["vllm:request_num_preemptions_count", ()] == 4
 
 
 def test_http_requests(start: Start, target: Target) -> None:

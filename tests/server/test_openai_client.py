@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import openai
@@ -68,6 +69,44 @@ def test_chat_stream_with_usage(server: Running) -> None:
         assert pieces[-1].finish_reason == whole.choices[index].finish_reason
         assert all(piece.finish_reason is None for piece in pieces[:-1])
         assert "".join(piece.delta.content or "" for piece in pieces) == whole.choices[index].message.content
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_usage_all_along(server: Running, chat: bool) -> None:
+    """As load generators ask for it: every chunk has its choice's usage so far, and the last that of all."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    settings = {"max_tokens": 12, "n": 2, "stream": True, "stream_options": options, "ignore_eos": True}
+    body = {"messages": MESSAGES} if chat else {"prompt": [[1, 2, 3], [4]]}
+    answer = server.post("/v1/chat/completions" if chat else "/v1/completions", body | settings)
+    chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    last: dict[int, dict[str, int]] = {}
+    for chunk in chunks[:-1]:
+        index, usage = chunk["choices"][0]["index"], chunk["usage"]
+        assert usage["completion_tokens"] >= last.get(index, {"completion_tokens": 0})["completion_tokens"]
+        last[index] = usage
+    prompts = [len(ids(server, CHAT_TEXT))] if chat else [3, 1]
+    for index, usage in last.items():
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompts[index // 2], 12)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["prompt_tokens"] == sum(prompts)
+    assert chunks[-1]["usage"]["completion_tokens"] == 12 * len(last) == 24 * len(prompts)
+
+
+def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
+    nothing = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "store": False, "metadata": {"a": "b"}}
+    client = server.client()
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=3,
+        service_tier="auto",
+        **nothing,  # type: ignore[arg-type]
+    )
+    assert answer.usage is not None
+    for asks in ({"store": True}, {"tool_choice": "required"}, {"service_tier": "flex"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=MESSAGES, **asks)  # type: ignore[call-overload]
+        assert caught.value.param == next(iter(asks))
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -207,6 +246,20 @@ def test_the_error_of_a_long_prompt_names_both_lengths(server: Running) -> None:
     answer = server.client().completions.create(model=MODEL, prompt=[1] * 255)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answered"),
+    [([], 0), ("", 0), ([[]], 0), ([5], 16), ([5] * 255, 1), ([5] * 256, 0), ([5] * 240, 16), ([5] * 241, 15)],
+    ids=lambda value: str(len(value)) if isinstance(value, list | str) else str(value),
+)
+def test_prompts_at_the_limits(server: Running, prompt: Any, answered: int) -> None:
+    """Of 256 tokens, prompt and answer; the default of 16 tokens gives way."""
+    answer = server.post("/v1/completions", {"prompt": prompt, "ignore_eos": True})
+    if answered:
+        assert answer.json()["usage"]["completion_tokens"] == answered
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[1]", b"\xff\xfe", b'{"prompt": "x", "temperature": NaN}', b"[" * 10000])

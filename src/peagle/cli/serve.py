@@ -192,8 +192,8 @@ def load(
         engine.capture()
     except torch.OutOfMemoryError as error:
         raise InputError(
-            "out of memory while loading; lower --gpu-memory-utilization, --max-num-seqs, --max-num-batched-tokens or "
-            f"--max-model-len ({error})"
+            "out of memory while loading; lower --gpu-memory-utilization, --max-num-seqs, --max-num-batched-tokens, "
+            f"--max-cudagraph-capture-size or --max-model-len ({error})"
         ) from error
     finally:
         logger.removeHandler(collected)

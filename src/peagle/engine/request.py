@@ -52,6 +52,7 @@ class Request:
     block_keys: list[bytes] = field(default_factory=list)
     num_keyed_blocks: int = 0
     num_cached_tokens: int = -1
+    num_preemptions: int = 0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

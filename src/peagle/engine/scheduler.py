@@ -246,6 +246,7 @@ class Scheduler:
         self._vacate(request)
         request.num_computed = request.num_keyed_blocks = 0
         request.num_drafts = 0
+        request.num_preemptions += 1
         request.status = Status.WAITING
         self.waiting.appendleft(request)
 

@@ -17,6 +17,7 @@ from peagle.server.errors import ApiError
 from peagle.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 
 log = logging.getLogger(__name__)
+encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: there is a chunk a step of every stream
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Answer:
     prompts: list[list[int]]
     n: int = 1
     include_usage: bool = False
+    continuous_usage: bool = False
     return_token_ids: bool = False
     return_spec_metrics: bool = False
     top_logprobs: int | None = None
@@ -81,8 +83,10 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
 
-    def usage(self, completion_tokens: int) -> dict[str, int]:
-        prompt_tokens = sum(map(len, self.prompts))
+    def usage(self, completion_tokens: int, index: int | None = None) -> dict[str, int]:
+        """Of the whole answer, or of the index-th choice so far."""
+        prompts = self.prompts if index is None else [self.prompts[index // self.n]]
+        prompt_tokens = sum(map(len, prompts))
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -160,11 +164,15 @@ class Answer:
         whole |= {"choices": listed, "usage": usage, "system_fingerprint": None}
         return whole | (self._prompt(choices[0]) if self.kind == "chat" else {})
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
+    def _chunk(self, piece: dict[str, Any] | None, tokens: int) -> dict[str, Any]:
+        """A chunk with a piece of one choice, of which so many tokens have come; the usage of them all without one."""
         chunk = self._head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
-        chunk |= {"choices": choices, "system_fingerprint": None}
-        # with include_usage every chunk has the key, and only the last one a value
-        return chunk | ({"usage": usage} if self.include_usage else {})
+        chunk |= {"choices": [] if piece is None else [piece], "system_fingerprint": None}
+        if not self.include_usage:
+            return chunk
+        # every chunk has the key; but for the last it has no value, unless the client wants it all along
+        known = piece is None or self.continuous_usage
+        return chunk | {"usage": self.usage(tokens, None if piece is None else piece["index"]) if known else None}
 
     def _piece(
         self, index: int, delta: dict[str, Any] | str, reason: str | None = None, **extras: Any
@@ -178,36 +186,37 @@ class Answer:
         chat = self.kind == "chat"
         pending = self._begin(call)
         begun = [False] * len(pending)
-        completion_tokens = 0
+        tokens = [0] * len(pending)
         if chat:
             for choice in pending:
-                chunk = self._chunk([self._piece(choice.index, {"role": "assistant", "content": ""})])
+                chunk = self._chunk(self._piece(choice.index, {"role": "assistant", "content": ""}), 0)
                 yield chunk | (self._prompt(choice) if choice.index == 0 else {})
         async for update in self._updates(call):
-            choice = pending[update.index]
+            index = update.index
+            choice = pending[index]
             choice.add(update)
-            completion_tokens += len(update.token_ids)
-            waits = begun[choice.index] and len(choice.token_ids) < self.stream_interval
+            tokens[index] += len(update.token_ids)
+            waits = begun[index] and len(choice.token_ids) < self.stream_interval
             if not update.finished and (waits or not choice.text):
                 continue
             extras = self._extras(choice) | {"logprobs": self._logprobs(choice)}
-            if not chat and not begun[choice.index]:
+            if not chat and not begun[index]:
                 extras |= self._prompt(choice)
-            begun[choice.index] = True
+            begun[index] = True
             end: dict[str, Any] = {}
             if update.finished:
                 end = {"reason": choice.finish_reason, "stop_reason": choice.stop_reason}
             if not chat:
-                yield self._chunk([self._piece(choice.index, choice.text, **end, **extras)])
+                yield self._chunk(self._piece(index, choice.text, **end, **extras), tokens[index])
             else:
                 metrics = {"spec_metrics": extras.pop("spec_metrics")} if "spec_metrics" in extras else {}
                 if choice.text or extras.get("token_ids") or extras["logprobs"]:
-                    yield self._chunk([self._piece(choice.index, {"content": choice.text}, **extras)])
+                    yield self._chunk(self._piece(index, {"content": choice.text}, **extras), tokens[index])
                 if update.finished:
-                    yield self._chunk([self._piece(choice.index, {}, **end, **metrics)])
-            pending[choice.index] = Choice(choice.index, offset=choice.offset)
+                    yield self._chunk(self._piece(index, {}, **end, **metrics), tokens[index])
+            pending[index] = Choice(index, offset=choice.offset)
         if self.include_usage:
-            yield self._chunk([], self.usage(completion_tokens))
+            yield self._chunk(None, sum(tokens))
 
     async def events(self, call: Call) -> AsyncIterator[bytes]:
         """`chunks` as server-sent events, a failure as an event of its own, and [DONE]."""
@@ -223,7 +232,7 @@ class Answer:
 
 
 def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + encode(data).encode() + b"\n\n"
 
 
 def spec_metrics(metrics: SpecMetrics) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from peagle.server.engine_loop import EngineLoop
 from peagle.server.errors import ApiError, ErrorBody, bad_request, shutting_down
 from peagle.server.http_metrics import CountRequests
 from peagle.server.prompts import Prompts, num_prompts
-from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
 from peagle.server.sampling import (
     choice_params,
     echoed_logprobs,
@@ -139,12 +139,14 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
         for ids in token_ids:
             prompts.check_length(ids, max_tokens, "messages" if chat else "prompt", max_tokens_field)
         work = [(ids, choice_params(params, choice, bool(body.stream))) for ids in token_ids for choice in range(n)]
+        options = body.stream_options or StreamOptions()
         answer = Answer(
             kind="chat" if chat else "text",
             model=body.model or settings.model_names[0],
             prompts=token_ids,
             n=n,
-            include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            include_usage=options.include_usage,
+            continuous_usage=options.continuous_usage_stats,
             return_token_ids=bool(body.return_token_ids),
             return_spec_metrics=bool(body.return_spec_metrics),
             top_logprobs=wanted_logprobs(body),

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import StepOutput
 from peagle.engine.request import Status
@@ -149,6 +151,8 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            if self.engine.target.device.type == "cuda":
+                torch.cuda.set_device(self.engine.target.device)  # a thread begins with the first one
             self._run_steps()
         except BaseException as error:
             log.exception("the engine's thread has ended")
@@ -246,20 +250,18 @@ class EngineLoop:
             job = self._jobs[output.request_id]
             assert job.request is not None
             tokens += len(output.new_token_ids)
-            prompt, cached = len(job.prompt_token_ids), max(job.request.num_cached_tokens, 0)
             update = Update(job.index, output.new_text, output.new_token_ids, logprobs=output.new_logprobs)
             if job.times.first_token is None:
                 update.prompt_logprobs = job.request.prompt_logprobs
-                prompt_tokens += prompt
-                metrics.prompt(prompt, cached)
+                prompt_tokens += job.request.num_prompt
+                metrics.prompt(job.request.num_prompt, max(job.request.num_cached_tokens, 0))
             metrics.requests.tokens(job.times, now)
             if output.finished:
                 update.finish_reason, update.stop_reason = output.finish_reason, output.stop_reason
                 update.metrics = job.request.metrics
                 del self._jobs[output.request_id]
                 metrics.finished[output.finish_reason or "stop"].inc()
-                generated = len(job.request.token_ids) - prompt
-                metrics.requests.ended(job.times, job.group, prompt, cached, generated, job.params.max_tokens)
+                metrics.requests.ended(job.times, job.group, job.request)
             updates.append((job, update))
         metrics.generation_tokens.inc(tokens)
         if outputs:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 
 from peagle.engine.engine import Engine
+from peagle.server.histogram import FastHistogram
 from peagle.server.http_metrics import HttpMetrics
 from peagle.server.request_metrics import RequestMetrics
 
@@ -38,10 +39,10 @@ class Family:
         counter = Counter(f"vllm:{name}", text, [*self.labels, label], registry=self.registry)
         return {value: counter.labels(**self.labels, **{label: value}) for value in values}
 
-    def histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
-        return Histogram(
-            f"vllm:{name}", text, list(self.labels), buckets=tuple(buckets), registry=self.registry
-        ).labels(**self.labels)
+    def histogram(self, name: str, text: str, buckets: Iterable[float]) -> FastHistogram:
+        histogram = FastHistogram(f"vllm:{name}", text, self.labels, buckets)
+        self.registry.register(histogram)
+        return histogram
 
 
 class ServerMetrics:
@@ -69,6 +70,12 @@ class ServerMetrics:
             "source",
             ("local_compute", "local_cache_hit", "external_kv_transfer"),
         )
+        self.cached_on_device = family.counters(
+            "prompt_tokens_cached_by_source",
+            "Prefix-cache hit tokens by the cache tier that supplied them.",
+            "source",
+            ("device",),
+        )["device"]
         self.generation_tokens = family.counter("generation_tokens", "Number of generation tokens processed.")
         self.step_tokens = family.histogram(
             "iteration_tokens_total", "Histogram of number of tokens per engine_step.", STEP_TOKENS
@@ -140,6 +147,7 @@ class ServerMetrics:
         """A prompt is computed, but for what the prefix cache had of it."""
         self.prompt_tokens.inc(tokens)
         self.cached_tokens.inc(cached)
+        self.cached_on_device.inc(cached)
         self.by_source["local_cache_hit"].inc(cached)
         self.by_source["local_compute"].inc(tokens - cached)
 

@@ -22,7 +22,11 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """include_obfuscation pads OpenAI's chunks to one length; here nothing is padded."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Body):
@@ -107,6 +111,13 @@ class ChatBody(GenerationBody):
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    # what clients send though they ask for nothing by it
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=-1)] | None = None
     response_format: TextFormat | None = None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from peagle.engine.request import Request
+from peagle.server.histogram import FastHistogram
 
 if TYPE_CHECKING:
     from peagle.server.metrics import Family
@@ -23,6 +26,7 @@ WHOLE_REQUEST = (
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 CHOICES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, 1, 2, 3, 5, 10, 20)
 
 
 def one_two_five(most: int) -> Iterator[int]:
@@ -61,7 +65,7 @@ class RequestMetrics:
     def __init__(self, family: Family, max_model_len: int) -> None:
         lengths = tuple(one_two_five(max_model_len))
 
-        def seconds(name: str, text: str, buckets: tuple[float, ...] = WHOLE_REQUEST) -> Any:
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = WHOLE_REQUEST) -> FastHistogram:
             return family.histogram(f"{name}_seconds", f"Histogram of {text} in seconds.", buckets)
 
         self.first = seconds("time_to_first_token", "time to first token", FIRST_TOKEN)
@@ -85,6 +89,9 @@ class RequestMetrics:
         self.max_tokens = family.histogram(
             "request_params_max_tokens", "Histogram of the max_tokens request parameter.", lengths
         )
+        self.preemptions = family.histogram(
+            "request_num_preemptions", "Histogram of the number of times a request was preempted.", PREEMPTIONS
+        )
         self.n = family.histogram("request_params_n", "Histogram of the n request parameter.", CHOICES)
         self.longest = family.histogram(
             "request_max_num_generation_tokens", "Histogram of maximum number of requested generation tokens.", lengths
@@ -103,10 +110,10 @@ class RequestMetrics:
             self.between_before.observe(now - times.last_token)
         times.last_token = now
 
-    def ended(
-        self, times: Times, group: Group, prompt: int, cached: int, generated: int, max_tokens: int | None
-    ) -> None:
-        """prompt, cached, generated: its tokens; max_tokens: the parameter."""
+    def ended(self, times: Times, group: Group, request: Request) -> None:
+        """request: as it is now that it has finished."""
+        prompt, cached = request.num_prompt, max(request.num_cached_tokens, 0)
+        generated = len(request.token_ids) - prompt
         assert times.scheduled is not None
         assert times.first_token is not None
         assert times.last_token is not None
@@ -119,8 +126,9 @@ class RequestMetrics:
         self.prompt_tokens.observe(prompt)
         self.computed.observe(prompt - cached)
         self.generated.observe(generated)
-        if max_tokens is not None:
-            self.max_tokens.observe(max_tokens)
+        self.preemptions.observe(request.num_preemptions)
+        if request.params.max_tokens is not None:
+            self.max_tokens.observe(request.params.max_tokens)
         group.unfinished -= 1
         group.most_tokens = max(group.most_tokens, generated)
         if group.unfinished == 0:
