@@ -13,8 +13,9 @@ from peagle.drafter import load_drafter
 from peagle.errors import InputError
 from peagle.training.average import WeightAverage
 from peagle.training.chunks import make_loss_rows
+from peagle.training.learning_rate import learning_rate_factor
 from peagle.training.loops import repeating
-from peagle.training.trainer import learning_rate_factor, train_on
+from peagle.training.trainer import train_on
 from peagle.training.validate import joint_matches
 
 from .helpers import ListedAnswers, ListedExample, listed_answers, tiny_target

@@ -20,7 +20,8 @@ import torch
 from peagle.config import TrainConfig
 from peagle.drafter import load_drafter
 from peagle.errors import InputError
-from peagle.training.trainer import learning_rate_factor, train_on
+from peagle.training.learning_rate import learning_rate_factor
+from peagle.training.trainer import train_on
 
 from .helpers import ListedAnswers, ListedExample, listed_answers, tiny_target
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
-import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +39,7 @@ from peagle.training.fuse import fuse_elementwise, unfuse
 from peagle.training.identity import target_identity
 from peagle.training.init import choose_mask_token, new_drafter
 from peagle.training.init_from_head import mask_token_of
+from peagle.training.learning_rate import learning_rate_factor
 from peagle.training.logs import MetricsLog, write_json
 from peagle.training.losses import LossKernel, LossSettings, head_loss
 from peagle.training.memory import budget, choose_chunk_size, choose_loss_rows, fits, peak_memory
@@ -48,7 +47,9 @@ from peagle.training.optimizer import Optimizer
 from peagle.training.partition import PassResult, train_pack
 from peagle.training.plots import plot_run
 from peagle.training.precision import ComputeCopy
+from peagle.training.progress import ProgressBar
 from peagle.training.sharded import ShardedDrafter, full, load_optimizer, load_tensors, load_weights, whole
+from peagle.training.signals import stop_signals
 from peagle.training.state_cache import StateCache
 from peagle.training.states import StoredStates, open_states
 from peagle.training.validate import Validation, validate
@@ -66,22 +67,6 @@ class TrainResult:
     finished: bool
     head: Path | None
     validation: Validation | None
-
-
-def learning_rate_factor(
-    step: int, progress: float, warmup_steps: int, floor: float, decay_share: float | None = None
-) -> float:
-    """Linear warm-up over steps times a cosine from 1 to `floor` over the run (progress 0 to 1).
-
-    decay_share: 1 until that share of the run is left, then linear to `floor`, in the cosine's place.
-    """
-    warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-    progress = min(max(progress, 0.0), 1.0)
-    if decay_share is None:
-        left = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        left = min(1.0, (1.0 - progress) / decay_share) if decay_share else 1.0
-    return warm * (floor + (1.0 - floor) * left)
 
 
 def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None] = print) -> TrainResult | None:
@@ -477,12 +462,12 @@ class Trainer:
         warmup, decay = config.warmup_steps, config.decay_share if config.schedule == "wsd" else None
         if self.total_steps is not None:
             warmup = min(warmup, self.total_steps // 10)
-        bar = _Bar(self.total_steps, config.max_minutes, self.step, self._elapsed(), not self.world.first)
+        bar = ProgressBar(self.total_steps, config.max_minutes, self.step, self._elapsed(), not self.world.first)
         self.prove_attention()
         batches = prefetch(self.maker, self.schedule, self.step, self.total_steps, self.device.type == "cuda")
         self.log_began = time.monotonic()
         try:
-            with _stop_signals() as stop, bar:
+            with stop_signals() as stop, bar:
                 while True:
                     # clocks and signals differ between processes: decide together
                     minutes = (time.monotonic() - saved_at) / 60
@@ -765,64 +750,3 @@ class Trainer:
             "processes": self.world.size,
         }
         return facts
-
-
-class _Bar:
-    """Progress: steps where their number is known, seconds where only the clock ends the run."""
-
-    def __init__(self, steps: int | None, minutes: float | None, step: int, elapsed: float, silent: bool) -> None:
-        self.by_steps = steps is not None
-        total = steps if steps is not None else 60 * (minutes or 0.0)
-        self.bar = tqdm(
-            total=total,
-            initial=step if self.by_steps else round(elapsed),
-            disable=silent,
-            unit="step" if self.by_steps else "s",
-            dynamic_ncols=True,
-            mininterval=0.5 if sys.stderr.isatty() else 30.0,  # a log file wants few lines
-            bar_format=None if self.by_steps else "{l_bar}{bar}| {n:.0f}/{total:.0f}s{postfix}",
-        )
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def update(self, step: int, elapsed: float) -> None:
-        if self.bar.disable:
-            return
-        self.bar.update((step if self.by_steps else min(elapsed, self.bar.total)) - self.bar.n)
-
-    def show(self, values: dict[str, Any]) -> None:
-        if self.bar.disable:
-            return
-        first = values["accuracy"][0]
-        self.bar.set_postfix_str(
-            f"loss {values['loss']:.3f}, top-1 {first if first is None else round(first, 3)}, "
-            f"{values['tokens_per_second']:,.0f} tok/s"
-        )
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and the first SIGINT set; a second SIGINT interrupts as usual."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def handle(number: int, _frame: object) -> None:
-        stop.set()
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, before[signal.SIGINT])
-
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            with suppress(ValueError, TypeError):
-                signal.signal(number, handler)
