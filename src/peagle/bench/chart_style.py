@@ -37,6 +37,13 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def halo() -> list[Any]:
+    """A white edge around a label that may lie on a line."""
+    from matplotlib.patheffects import withStroke
+
+    return [withStroke(linewidth=2.5, foreground="white")]
+
+
 def bare(axes: Axes, grid: str = "y") -> None:
     """Grid lines along `grid` behind the data, and no tick marks."""
     axes.grid(axis=grid, color=GRID, linewidth=0.8)  # type: ignore[arg-type]

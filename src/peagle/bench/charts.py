@@ -12,6 +12,7 @@ from peagle.bench.chart_style import (
     INK,
     MARKERS,
     bare,
+    halo,
     name_of,
     new_figure,
     plain_number,
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 # where a point's label stands (points right and up, alignment): a side each, since points of methods may coincide
 LABELS = {
-    "none": (0, -15, "center"),
-    "eagle3": (-7, -3, "right"),
-    "p-eagle": (0, 8, "center"),
-    "endpoint": (7, -3, "left"),
+    "none": (-7, -3, "right"),
+    "eagle3": (7, -9, "left"),
+    "p-eagle": (7, 3, "left"),
+    "endpoint": (0, -14, "center"),
 }
 
 
@@ -217,8 +218,8 @@ def interactivity_chart(points: Sequence[Point], workload: str, engine: str) -> 
                   markersize=5.5, linewidth=1.8, label=name_of(method))  # fmt: skip
         for p, x in there:
             aside, above, align = LABELS[method]
-            axes.annotate(f"C={p.concurrency}", (x, p.rate), xytext=(aside, above), textcoords="offset points", fontsize=8,
-                          color=COLOURS[method], ha=align)  # fmt: skip
+            axes.annotate(f"C={p.concurrency}", (x, p.rate), xytext=(aside, above), textcoords="offset points",
+                          fontsize=8, color=COLOURS[method], ha=align, path_effects=halo())  # fmt: skip
             rates.append(p.rate)
             widest = max(widest, x)
     axes.set_xlim(0, widest * 1.15 or 1)
