@@ -20,8 +20,8 @@ from peagle.target.model import Target
 
 # The fastest K of the bundled (first) heads on two CPU cores, from their joint rates and the step costs in
 # docs/benchmarks.md; to be measured again with `peagle demo --sweep` when the heads change.
-BEST_K_EAGLE3 = 1
-BEST_K_P_EAGLE = 2
+BEST_K_EAGLE3 = 2
+BEST_K_P_EAGLE = 3
 SWEPT_KS = range(1, 9)
 WARM_UP_TOKENS = 16
 
