@@ -18,8 +18,8 @@ from peagle.engine.sampling_params import SamplingParams
 from peagle.engine.stats import SpecMetrics
 from peagle.target.model import Target
 
-# The fastest K of the bundled (first) heads on two CPU cores, from their joint rates and the step costs in
-# docs/benchmarks.md; to be measured again with `peagle demo --sweep` when the heads change.
+# The fastest K of the bundled heads on two CPU cores (`peagle demo --sweep`, docs/benchmarks.md); to be measured again
+# when the heads change.
 BEST_K_EAGLE3 = 2
 BEST_K_P_EAGLE = 3
 SWEPT_KS = range(1, 9)
