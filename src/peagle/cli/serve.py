@@ -155,8 +155,8 @@ def serve(
     from peagle.server.engine_loop import EngineLoop
 
     sock = bind(host, port)
-    # On a thread that ends: OpenMP keeps a pool of workers for every thread that ever ran products, and with the pool of
-    # a second one it lets them sleep between two products (1.47 times the time on two cores). The engine has its own.
+    # On a thread that ends: OpenMP keeps a pool of workers for every thread that ever ran products, and beside a second
+    # pool it lets them sleep between two products (1.47 times the time on two cores). The engine has its own.
     with ThreadPoolExecutor(1) as loader:
         engine, warnings = loader.submit(load, target, speculative, dtype, device, config, threads).result()
     if engine.target.device.type == "cpu":
