@@ -14,12 +14,30 @@ from peagle.kernels.draft_batch import (
     PADDING_SLOT_ID,
     DraftBatch,
     copy_hidden_states,
-    drop_rejected_rows,
     expand_draft_batch,
     expand_draft_batch_on_host,
 )
 
 MASK = 999
+
+
+def drop_rejected_rows(batch: DraftBatch) -> DraftBatch:
+    """The same batch without its padding; sample_rows of rejected rows point at row 0."""
+    kept = (~batch.is_rejected).nonzero()[:, 0]
+    before = torch.zeros(len(batch.is_rejected) + 1, dtype=torch.int64, device=kept.device)
+    torch.cumsum(~batch.is_rejected, dim=0, out=before[1:])
+    sample_rows = torch.where(batch.is_rejected[batch.sample_rows], 0, before[batch.sample_rows])
+    return DraftBatch(
+        batch.token_ids[kept],
+        batch.positions[kept],
+        batch.is_rejected[kept],
+        batch.is_masked[kept],
+        sample_rows,
+        batch.hidden_rows[kept],
+        batch.slot_mapping[kept],
+        before[batch.query_start.long()].int(),
+        batch.context_lens,
+    )
 
 
 @dataclass

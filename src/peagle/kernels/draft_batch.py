@@ -101,28 +101,6 @@ def expand_draft_batch(
     )
 
 
-def drop_rejected_rows(batch: DraftBatch) -> DraftBatch:
-    """The same batch without its padding. Its shape depends on the data, so this is for the CPU, where nothing waits.
-
-    sample_rows of rejected rows point at row 0.
-    """
-    kept = (~batch.is_rejected).nonzero()[:, 0]
-    before = torch.zeros(len(batch.is_rejected) + 1, dtype=torch.int64, device=kept.device)
-    torch.cumsum(~batch.is_rejected, dim=0, out=before[1:])
-    sample_rows = torch.where(batch.is_rejected[batch.sample_rows], 0, before[batch.sample_rows])
-    return DraftBatch(
-        batch.token_ids[kept],
-        batch.positions[kept],
-        batch.is_rejected[kept],
-        batch.is_masked[kept],
-        sample_rows,
-        batch.hidden_rows[kept],
-        batch.slot_mapping[kept],
-        before[batch.query_start.long()].int(),
-        batch.context_lens,
-    )
-
-
 def expand_draft_batch_on_host(
     token_ids: Tensor,
     positions: Tensor,
@@ -136,7 +114,7 @@ def expand_draft_batch_on_host(
     num_mask_rows: int,
     mask_token_id: int,
 ) -> DraftBatch:
-    """`drop_rejected_rows(expand_draft_batch(...))` of CPU tensors, in NumPy.
+    """`expand_draft_batch` of CPU tensors in NumPy, without the rejected rows; their sample_rows point at row 0.
 
     A step of one request is a dozen rows, where what an operation costs is being called: NumPy's are several times
     cheaper than PyTorch's, and padding that is dropped again need not be made.

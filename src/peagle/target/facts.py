@@ -48,12 +48,15 @@ def target_facts(config: Any, name: str = "") -> TargetFacts:
     )
 
 
-def read_target_facts(name_or_path: str) -> TargetFacts:
-    """From a folder, a Hub id, a GGUF file or wheel:NAME (those two are converted once, as for loading)."""
-    source = resolve_model(name_or_path)
+def read_target_config(source: str, name_or_path: str) -> Any:
+    """The Transformers config at `source`, the resolved `name_or_path`. Raises InputError."""
     try:
-        config = AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source)
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise InputError(f"model: the config of {name_or_path!r} could not be read ({type(error).__name__}: {text})")
-    return target_facts(config, name_or_path)
+
+
+def read_target_facts(name_or_path: str) -> TargetFacts:
+    """From a folder, a Hub id, a GGUF file or wheel:NAME (those two are converted once, as for loading)."""
+    return target_facts(read_target_config(resolve_model(name_or_path), name_or_path), name_or_path)

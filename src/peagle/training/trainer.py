@@ -207,7 +207,7 @@ class Trainer:
         self.parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer = Optimizer(self.drafter, config, fused=cuda)
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
-        self.states = StateCache(int(config.state_cache_gib * 2**30))
+        self.state_cache = StateCache(int(config.state_cache_gib * 2**30))
         self.stats = torch.zeros(3, config.depths, dtype=torch.float64, device=self.device)  # since the last log
         self.log_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.log_steps = self.log_tokens = 0
@@ -522,10 +522,10 @@ class Trainer:
         per_pack = n * (self.drafter.config.aux_size * self.dtype.itemsize + width * self.target.dtype.itemsize)
         together = count * per_pack <= ENCODE_BYTES
         if together and count:
-            states = self.states.get(batch.placed, count * n)
+            states = self.state_cache.get(batch.placed, count * n)
             if states is None:
                 states = self.read_states(batch, 0, count)
-                self.states.put(batch.placed, *states)
+                self.state_cache.put(batch.placed, *states)
             aux, hidden = states
             self.mark("target forward")
         if self.sharded is not None:
