@@ -99,7 +99,15 @@ def test_what_cannot_be_started(tmp_path):
         pass
 
 
-def test_an_interrupt_stops_the_server_too(tmp_path):
+@pytest.fixture
+def interruptible():
+    """SIGINT as in a terminal: a run that a shell started in the background inherits that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_stops_the_server_too(tmp_path, interruptible):
     port, log = free_port(), tmp_path / "x.log"
     pid = "import os; print('pid', os.getpid(), flush=True)"
     with (
