@@ -228,6 +228,8 @@ class TrainConfig:
     k_train: int = 8  # depths 0..k_train-1; EAGLE-3 takes `ttt_steps` instead
     keep_rate: float = 0.8  # conditional drop
     depth_decay: float = 1.0  # P-EAGLE's loss weight of a depth over the one before
+    # loss weight of rows that drafting would not reach: a draft before them is wrong, or the text left the first choice
+    unreached_weight: float = 1.0
     ttt_steps: int = 7
     ttt_decay: float = 0.8
     loss: Literal["soft", "hard"] = "soft"
@@ -329,6 +331,7 @@ class TrainConfig:
             "min_lr_ratio": (0.0, 1.0),
             "ttt_decay": (0.0, 1.0),
             "depth_decay": (0.0, 1.0),
+            "unreached_weight": (0.0, 1.0),
             "decay_share": (0.0, 1.0),
             "beta1": (0.0, 0.9999999),
             "beta2": (0.0, 0.9999999),
@@ -345,6 +348,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or not 0 < value < math.inf):
                 raise InputError(f"{name}: got {value!r}, expected a number above 0")
+        if self.unreached_weight != 1 and self.train_lm_head:
+            raise InputError(f"unreached_weight: got {self.unreached_weight}, expected 1 with train_lm_head")
 
     @property
     def depths(self) -> int:

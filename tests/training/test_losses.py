@@ -119,3 +119,61 @@ def test_compiled_slices(kind: str) -> None:
         found.append((result.loss, x.grad, result.stats))
     for plain, *fast in zip(*found, strict=True):
         assert all(torch.allclose(plain, other, rtol=1e-3, atol=1e-5) for other in fast)
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("slice_rows", [3, 64])
+def test_rows_that_drafting_would_not_reach_weigh_less(kind: str, reduced: bool, slice_rows: int) -> None:
+    """Against a loop over chains: a row counts in full only behind drafts that are the target's and the text's choice."""
+    torch.manual_seed(1)
+    positions, kept = 40, 0.25
+    head, teacher_head = torch.randn(V, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64)
+    hidden = torch.randn(positions, H, dtype=torch.float64)
+    target_ids = torch.arange(0, V, 2) if reduced else None
+    draft_ids = torch.full((V,), -1)
+    draft_ids[torch.arange(V) if target_ids is None else target_ids] = torch.arange(V if target_ids is None else 19)
+    if reduced:
+        head = head[:19]
+    best = (hidden @ teacher_head.T).argmax(-1)
+    text = best.clone()
+    text[::5] = (text[::5] + 1) % V  # where the text left the first choice
+    chains = [(p, d) for p in range(30) for d in range(int(torch.randint(1, K + 1, (1,))))]
+    if kind == "hard":
+        chains = [(p, d) for p, d in chains if draft_ids[text[p + d + 1]] >= 0]
+    anchor, depth = (torch.tensor(x) for x in zip(*chains, strict=True))
+    at = anchor + depth + 1
+    weight = torch.rand(len(chains), dtype=torch.float64) + 0.1
+    # rows near their teachers, so that many first choices agree
+    normed = torch.randn(len(chains), H, dtype=torch.float64)
+    wanted = draft_ids[best[at]]
+    normed = (normed + 8 * torch.where((wanted >= 0)[:, None], head[wanted.clamp(min=0)], 0.0)).requires_grad_()
+    with torch.no_grad():
+        normed[::7] = torch.randn_like(normed[::7])
+    rows = make_loss_rows(torch.arange(len(chains)), at, draft_ids[text[at]], depth, weight, anchor, slice_rows, 4)
+    settings = LossSettings(kind, K, target_ids=target_ids, unreached_weight=kept)  # type: ignore[arg-type]
+    result = head_loss(normed, head, rows, hidden, lambda h: h @ teacher_head.T, settings)
+    (result.loss * 2.0).backward()
+
+    n = normed.detach().requires_grad_()
+    logits = n @ head.T
+    choice = logits.argmax(-1) if target_ids is None else target_ids[logits.argmax(-1)]
+    right = (choice == best[at]) & (text[at] == best[at])
+    place = {chain: i for i, chain in enumerate(chains)}
+    factor = torch.ones(len(chains), dtype=torch.float64)
+    for i, (p, d) in enumerate(chains):
+        if not all((p, e) in place and right[place[p, e]] for e in range(d)):
+            factor[i] = kept
+    assert 0.2 < (factor == 1).double().mean() < 0.95  # both happen
+    teacher = hidden[at] @ teacher_head.T
+    if target_ids is not None:
+        teacher = teacher[:, target_ids]
+    if kind == "soft":
+        each = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    else:
+        each = F.cross_entropy(logits, draft_ids[text[at]], reduction="none")
+    expected = (each * weight * factor).sum()
+    (expected * 2.0).backward()
+    assert torch.allclose(result.loss, expected)
+    assert torch.allclose(normed.grad, n.grad)
+    assert result.stats[2].sum() == len(chains)  # the statistics count every row

@@ -67,6 +67,9 @@ def train(
     depth_decay: Annotated[
         float | None, typer.Option(help="P-EAGLE's loss weight of a depth over the one before [1].")
     ] = None,
+    unreached_weight: Annotated[
+        float | None, typer.Option(help="Loss weight of rows behind a draft that would not be accepted [1].")
+    ] = None,
     ttt_steps: Annotated[int | None, typer.Option(help="EAGLE-3's training-time test steps [7].")] = None,
     ttt_decay: Annotated[
         float | None, typer.Option(help="EAGLE-3's loss weight of a step over the one before [0.8].")

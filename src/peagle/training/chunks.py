@@ -31,7 +31,7 @@ class LossRows:
     index: Tensor  # row of the chunk
     teacher: Tensor  # index into `positions`, ascending
     positions: Tensor  # [P] positions in the pack of the target's hidden states, ascending
-    token: Tensor  # the actual token, in the draft vocabulary (0 where it is outside)
+    token: Tensor  # the actual token, in the draft vocabulary (-1 where it is outside)
     depth: Tensor
     weight: Tensor  # float64; already divided by the whole batch's sum of weights
     anchor: Tensor
@@ -142,7 +142,6 @@ def make_chunk(
         actual = draft_ids[actual]
         if hard:
             chosen = chosen & (actual >= 0)
-        actual = actual.clamp(min=0)
     picked = chosen.nonzero()[:, 0]
     depth = table.depth[rows][picked]
     weight = torch.ones(len(picked), dtype=torch.float64) if depth_weights is None else depth_weights.double()[depth]

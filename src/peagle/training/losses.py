@@ -122,6 +122,31 @@ class LossSettings:
     depths: int
     kernel: LossKernel = "plain"
     target_ids: Tensor | None = None  # [Vd] target id of each draft id, None for the whole vocabulary
+    unreached_weight: float = 1.0  # of rows that drafting would not reach, see `reached_rows`
+
+
+def on_first_choice(token: Tensor, best: Tensor, target_ids: Tensor | None) -> Tensor:
+    """Is the text's token [S] (draft ids, -1 outside the draft vocabulary) the teacher's first choice [S] (target ids)?"""
+    if target_ids is None:
+        return token == best
+    return (token >= 0) & (target_ids[token.clamp(min=0)] == best)
+
+
+def reached_rows(rows: LossRows, right: Tensor, positions: int, depths: int) -> Tensor:
+    """Would drafting reach a row? [R] bool: every row before it in its chain is right; padding is.
+
+    right [R] bool: the drafter's first choice is the teacher's, and the text goes on with it. A draft counts only when
+    all before it were accepted, so the rows after the first that is not add noise and take capacity: they are guesses
+    about a text that inference never sees. positions: N, of which anchors are indices. Nothing waits for the device.
+    """
+    count = rows.count
+    anchor, depth = rows.anchor[:count], rows.depth[:count]
+    grid = torch.zeros(positions, depths + 1, dtype=torch.uint8, device=right.device)
+    grid[:, 0] = 1  # depth 0 is always reached
+    grid[anchor, depth + 1] = right[:count].to(torch.uint8)
+    reached = torch.ones_like(right)
+    reached[:count] = grid.cumprod(1)[anchor, depth].bool()
+    return reached
 
 
 class _SlicedLoss(torch.autograd.Function):
@@ -146,23 +171,40 @@ class _SlicedLoss(torch.autograd.Function):
         matches = torch.empty(total, dtype=torch.bool, device=normed.device)
         function = slice_function(settings.kind, settings.kernel)
         weights = rows.weight.to(weight_dtype)
+        select = settings.unreached_weight != 1.0
+        on_text = torch.empty(total if select else 0, dtype=torch.bool, device=normed.device)
         for lo, hi, first, end in rows.slices:
             part = slice(lo, hi)
             x = normed[rows.index[part]]
             logits = x @ matrix.T
             of = rows.teacher[part] - first
+            best = None
             if settings.kind == "soft":
                 teacher = lm_logits(hidden[rows.positions[first:end]])
+                if select:
+                    best = teacher.argmax(-1)[of]
                 loss, gradient, match = function(logits, teacher, of, weights[part], settings.target_ids)
             else:
-                best = lm_logits(hidden[rows.positions[first:end]]).argmax(-1)[of] if use_teacher else None
+                if use_teacher or select:
+                    best = lm_logits(hidden[rows.positions[first:end]]).argmax(-1)[of]
                 loss, gradient, match = function(logits, rows.token[part], weights[part], best, settings.target_ids)
+            if select:
+                assert best is not None
+                on_text[part] = on_first_choice(rows.token[part], best, settings.target_ids)
             losses[part] = loss
             matches[part] = match
             if row_gradient is not None:
                 torch.matmul(gradient, matrix, out=row_gradient[part])
             if head_gradient is not None:
                 head_gradient += (gradient.T @ x).to(weight_dtype)
+        if select:
+            # a row's gradient is linear in its weight, so the weight may come after it (but not for an own LM head)
+            assert head_gradient is None, "unreached_weight needs an LM head that is not trained"
+            reached = reached_rows(rows, matches & on_text, hidden.shape[0], settings.depths)
+            factor = torch.where(reached, 1.0, settings.unreached_weight).to(weight_dtype)
+            weights = weights * factor
+            if row_gradient is not None:
+                row_gradient *= factor[:, None].to(row_gradient.dtype)
         ctx.save_for_backward(rows.index)
         ctx.row_gradient, ctx.head_gradient = row_gradient, head_gradient
         ctx.shape = normed.shape

@@ -184,6 +184,7 @@ class Trainer:
             depths=config.depths,
             kernel=kernel,
             target_ids=None if vocab is None else vocab.target_ids.to(self.device),
+            unreached_weight=config.unreached_weight,
         )
         training, held = split_validation(scan, config.validation_documents, config.seed)
         self.schedule = Schedule(
