@@ -132,6 +132,20 @@ def test_missing_or_empty_folder(tmp_path, folder):
         open_dataset(folder)
 
 
+def test_merge_keeps_what_it_is_told(folder, tmp_path):
+    everything = list(open_dataset(folder))
+    temperatures = open_dataset(folder).temperatures
+    cold = [i for i in range(len(everything)) if float(temperatures[i]) == 0]
+    assert 0 < len(cold) < len(everything)
+    assert merge_datasets([folder], tmp_path / "cold", temperatures=[0.0]) == len(cold)
+    assert set(open_dataset(tmp_path / "cold").temperatures.tolist()) == {0.0}
+    first_two = sum(len(example.input_ids) for example in everything[:2])
+    assert merge_datasets([folder], tmp_path / "two", max_tokens=first_two) == 2
+    assert merge_datasets([folder], tmp_path / "one", max_tokens=first_two - 1) == 1
+    with pytest.raises(InputError, match="no example is left"):
+        merge_datasets([folder], tmp_path / "none", temperatures=[0.3])
+
+
 def test_several_folders(folder, tmp_path, tokenizer):
     other = tmp_path / "more"
     prepare_folder(other, target_facts("tiny", tokenizer, 300), {"seed": 1})

@@ -125,7 +125,7 @@ def test_compiled_slices(kind: str) -> None:
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("slice_rows", [3, 64])
 def test_rows_that_drafting_would_not_reach_weigh_less(kind: str, reduced: bool, slice_rows: int) -> None:
-    """Against a loop over chains: a row counts in full only behind drafts that are the target's and the text's choice."""
+    """Against a loop over chains: a row counts in full only behind drafts that are the target's and the text's."""
     torch.manual_seed(1)
     positions, kept = 40, 0.25
     head, teacher_head = torch.randn(V, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64)

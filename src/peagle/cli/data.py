@@ -287,11 +287,17 @@ def check(
 def merge(
     inputs: Annotated[list[Path], typer.Argument(help="Folders of answers by the same target.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="New folder.")],
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Keep only answers at this temperature; may be repeated.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Stop before there are more tokens than this, prompts included.")
+    ] = None,
 ) -> None:
     """Put several folders into one; a prompt answered twice at one temperature is taken once."""
     from peagle.data.merge import merge_datasets
 
-    count = merge_datasets(inputs, output)
+    count = merge_datasets(inputs, output, temperatures=temperature, max_tokens=max_tokens)
     typer.echo(f"{output}: {count} examples")
 
 

@@ -3,18 +3,29 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from peagle.data.dataset import METADATA_FILE, check_same_target, open_dataset, read_metadata, shard_files
 from peagle.data.shards import Answer, ShardWriter, write_counts, write_metadata
 from peagle.errors import InputError
 
 
-def merge_datasets(inputs: Sequence[Path], output: Path, rows: int = 4096) -> int:
+def merge_datasets(
+    inputs: Sequence[Path],
+    output: Path,
+    rows: int = 4096,
+    temperatures: Sequence[float] | None = None,
+    max_tokens: int | None = None,
+) -> int:
     """Write the examples of `inputs` into the new folder `output`; returns how many.
 
-    The same prompt answered at the same temperature is taken once, from the first folder that has it.
+    The same prompt answered at the same temperature is taken once, from the first folder that has it. temperatures:
+    only answers at one of these. max_tokens: stop at the first example that would make it more tokens, prompts
+    included; examples come in the order of the folders, and those of a folder in their own.
 
     Raises:
-        InputError: folders of different targets, a corrupt shard, an `output` that holds something, a full disk.
+        InputError: folders of different targets, a corrupt shard, an `output` that holds something, a full disk,
+            nothing to keep.
     """
     if not inputs:
         raise InputError("merge: no input folder given")
@@ -26,13 +37,18 @@ def merge_datasets(inputs: Sequence[Path], output: Path, rows: int = 4096) -> in
     generation = [run for metadata in metadatas for run in metadata.get("generation", [])]
     output.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(output, rows=rows, seconds=float("inf"))
+    kept = None if temperatures is None else np.array(temperatures, dtype=np.float32)
     seen: set[tuple[str, float]] = set()
+    room = float("inf") if max_tokens is None else max_tokens
     for folder in inputs:
         dataset = open_dataset(folder)
         for index, example in enumerate(dataset):
             key = (dataset.prompt_ids[index], float(dataset.temperatures[index]))
-            if key in seen:
+            if key in seen or (kept is not None and np.float32(key[1]) not in kept):
                 continue
+            room -= len(example.input_ids)
+            if room < 0:
+                break
             seen.add(key)
             writer.add(
                 Answer(
@@ -44,6 +60,10 @@ def merge_datasets(inputs: Sequence[Path], output: Path, rows: int = 4096) -> in
                     prompt_id=key[0],
                 )
             )
+        if room < 0:
+            break
+    if not seen:
+        raise InputError(f"merge: no example is left (temperatures {temperatures}, max_tokens {max_tokens})")
     writer.flush()
     # Last, so that a folder without it is known to be unfinished.
     write_metadata(output, {**metadatas[0], "generation": generation})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Hashable
 
 import torch
@@ -36,7 +37,7 @@ class Graphs:
 
         Its first run is an ordinary one, in which kernels are compiled and libraries find their plans; before its
         second it is recorded. A model that cannot be recorded (some mixtures of experts wait for the device within a
-        step) runs as it is; what was done of a run that failed is done again, which changes nothing.
+        step) runs as it is. Every call runs the function exactly once: a step is not to be repeated.
         """
         if self._possible and key in self._warm:
             if key in self._graphs or self._record(key, function):
@@ -44,22 +45,23 @@ class Graphs:
                 return
         elif self._possible:
             self._warm.add(key)
-            if self._waits_for_nothing(function):
-                return
+            self._run_first(function)
+            return
         function()
 
-    def _waits_for_nothing(self, function: Callable[[], None]) -> bool:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            function()
-        except RuntimeError as error:
-            if "synchroniz" not in str(error):
-                raise
-            self._give_up(error)
-            return False
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        return True
+    def _run_first(self, function: Callable[[], None]) -> None:
+        """Run it and see whether it waited for the device."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                function()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        for warning in caught:
+            if "called a synchronizing" in str(warning.message):
+                self._give_up(f"it waits for the device in {warning.filename}, line {warning.lineno}")
+                return
 
     def _record(self, key: Hashable, function: Callable[[], None]) -> bool:
         graph = torch.cuda.CUDAGraph()
@@ -68,11 +70,11 @@ class Graphs:
             with torch.cuda.graph(graph, pool=pool):
                 function()
         except RuntimeError as error:
-            self._give_up(error)
+            self._give_up(str(error))
             return False
         self._graphs[key] = graph
         return True
 
-    def _give_up(self, error: RuntimeError) -> None:
+    def _give_up(self, reason: str) -> None:
         self._possible = False
-        log.warning("this model's step cannot be recorded, so it runs without CUDA graphs (%s)", error)
+        log.warning("this model's step cannot be recorded, so it runs without CUDA graphs (%s)", reason)

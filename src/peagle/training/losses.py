@@ -126,7 +126,7 @@ class LossSettings:
 
 
 def on_first_choice(token: Tensor, best: Tensor, target_ids: Tensor | None) -> Tensor:
-    """Is the text's token [S] (draft ids, -1 outside the draft vocabulary) the teacher's first choice [S] (target ids)?"""
+    """Is the text's token [S] (draft ids, -1: none) the teacher's first choice [S] (target ids)?"""
     if target_ids is None:
         return token == best
     return (token >= 0) & (target_ids[token.clamp(min=0)] == best)
