@@ -113,3 +113,16 @@ def test_layer_zero_is_captured_alongside_others(tiny_target):
     assert isinstance(target, Target)
     states = target.encode(tokens(4), (0, 6))
     assert states.aux.shape == (1, 4, 64)
+
+
+def test_no_mask_is_made_where_causal_is_all_there_is(tiny_target, monkeypatch):
+    # Transformers looks for packed sequences when it makes one, which waits for a GPU in every pass
+    def looked(*_):
+        raise AssertionError("looked for packed sequences")
+
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", looked)
+    target = tiny_target("llama")
+    expected = target.encode(tokens(9), (2,)).aux
+    monkeypatch.undo()
+    assert target.model.config._attn_implementation == "sdpa"  # to others it is what it was
+    torch.testing.assert_close(target.model(tokens(9), output_hidden_states=True).hidden_states[2], expected)

@@ -75,4 +75,5 @@ def test_compiled_flex_equals_dense(dtype: torch.dtype) -> None:
             out.backward(seed)
             results.append([out.detach()] + [leaf.grad for leaf in leaves])
         for dense, flex in zip(*results, strict=True):
-            assert (dense - flex).norm() / dense.norm() < (2e-3 if dtype == torch.float32 else 2e-2)
+            # the first chunk sees nothing of the prefix: those gradients are zero
+            assert (dense - flex).norm() <= (2e-3 if dtype == torch.float32 else 2e-2) * dense.norm()

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from peagle.errors import InputError
 from peagle.target.paged_attention import KVCache, PagedBatch, attend_paged
 
 PAGED = "peagle_paged"
+CAUSAL = "peagle_causal"
 
 
 def _paged_attention_interface(
@@ -49,6 +51,15 @@ def _paged_attention_interface(
 
 
 AttentionInterface.register(PAGED, _paged_attention_interface)
+# Transformers' own function under a name for which it makes no mask: it would look through the positions for packed
+# sequences, which waits for the device in every pass
+AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+
+
+def _only_causal(config: Any) -> bool:
+    """Whether every layer's mask is the plain causal one, which needs not be made."""
+    windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    return not windowed and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
 
 
 @dataclass
@@ -76,7 +87,9 @@ class Target:
         if getattr(self.config, "attn_logit_softcapping", None):
             # Gemma 2: PyTorch's fused attention leaves the soft cap out without a word
             self.model.set_attn_implementation("eager")
-        self.dense_attention: str = self.model.config._attn_implementation
+        self.own_attention: str = self.model.config._attn_implementation
+        causal = self.own_attention == "sdpa" and _only_causal(self.config)
+        self.dense_attention = CAUSAL if causal else self.own_attention
         self.decoder = self.model.get_decoder()
         self.layers: nn.ModuleList = self.decoder.layers
         for i, layer in enumerate(self.layers):
@@ -159,7 +172,7 @@ class Target:
         finally:
             self._captured.clear()
             self._wanted = frozenset()
-            self._set_attention(self.dense_attention)  # the model stays usable by itself
+            self._set_attention(self.own_attention)  # the model stays usable by itself
 
     def _set_attention(self, attention: str) -> None:
         for config in {id(c): c for c in (self.model.config, self.config)}.values():
