@@ -3,9 +3,10 @@
     python benchmarks/engine_step.py --shape llama-8b --heads p-eagle:4:7,eagle3:1:3,plain --concurrency 1,8,64
     python benchmarks/engine_step.py --shape tiny --device cpu --concurrency 1,4 --steps 8 --rounds 2
 
-A head is KIND:LAYERS:K. The floor is the time to read once what a step must read, at the bandwidth measured in the same
-run: every layer's weights and the LM head (the drafter's once a pass, its LM head included), and the keys and values of
-all requests. --profile prints where the time of a step goes on the device.
+A head is KIND:LAYERS:K. The floor is the time of a step whose passes (the target's, then the drafter's) each take the
+longer of two times, at the rates measured in the same run: reading once what they must read (every layer's weights, the
+LM head, keys and values of all requests), and the products of their rows with those weights. --profile prints where the
+time of a step goes on the device.
 """
 
 from __future__ import annotations
@@ -134,29 +135,61 @@ def bandwidth(device: torch.device) -> float:
     return best
 
 
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large product of random numbers; the best of several."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(10):
+        synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        best = max(best, 2 * n**3 / (time.perf_counter() - start))
+    return best
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def weight_bytes(target: Target, drafter: Drafter | None, head: Head) -> int:
-    """What a step reads of weights: embeddings are looked up, not read."""
-    size = sum(p.nbytes for p in target.layers.parameters()) + target.lm_head_weight.nbytes
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a model: bytes that it must read, operations of its products."""
+
+    bytes: float
+    operations: float
+
+    def seconds(self, bandwidth: float, rate: float) -> float:
+        return max(self.bytes / bandwidth, self.operations / rate)
+
+
+def passes_of(engine: Engine, head: Head, concurrency: int, contexts: float) -> list[Pass]:
+    """The passes of a step over `contexts` cached positions in all. Embeddings are looked up, not read; attention's
+    operations are left out, being few."""
+
+    def one(layers: torch.nn.Module, rows: int, lm_head: torch.Tensor, chosen: int, pools: Any, more: int = 0) -> Pass:
+        size, each = sum(p.numel() for p in layers.parameters()) + more, lm_head.element_size()
+        keys = sum(pool[0, 0].nbytes for layer in pools for pool in layer)
+        return Pass((size + lm_head.numel()) * each + contexts * keys, 2.0 * (size * rows + lm_head.numel() * chosen))
+
+    target, drafter, pools = engine.target, engine.drafter, engine.runner.kv_cache
+    verified = concurrency * (head.k + 1)
+    passes = [one(target.layers, verified, target.lm_head_weight, verified, pools)]
     if drafter is not None:
-        layers = sum(p.nbytes for p in drafter.layers.parameters()) + drafter.lm_head_weight().nbytes
-        size += drafter.fc.weight.nbytes + head.passes * layers
-    return size
+        assert engine.runner.draft_pass is not None
+        pools, lm_head, fc = engine.runner.draft_pass.kv_cache, drafter.lm_head_weight(), drafter.fc.weight.numel()
+        parallel = head.kind == "p-eagle"
+        rows, drafts = (2 * head.k, head.k) if parallel else (head.k + 1, 1)
+        passes.append(one(drafter.layers, concurrency * rows, lm_head, concurrency * drafts, pools, fc))
+        passes += [one(drafter.layers, concurrency, lm_head, concurrency, pools)] * (head.passes - 1)
+    return passes
 
 
-def kv_bytes(engine: Engine, head: Head, contexts: float) -> float:
-    """Keys and values of `contexts` positions over all layers; the drafter's once a pass."""
-    pools = [(pool, 1) for layer in engine.runner.kv_cache for pool in layer]
-    if engine.runner.draft_pass is not None:
-        pools += [(pool, head.passes) for layer in engine.runner.draft_pass.kv_cache for pool in layer]
-    return contexts * sum(pool[0, 0].nbytes * times for pool, times in pools)
-
-
-def measure(engine: Engine, head: Head, concurrency: int, args: argparse.Namespace, speed: float) -> dict[str, Any]:
+def measure(
+    engine: Engine, head: Head, concurrency: int, args: argparse.Namespace, speed: float, rate: float
+) -> dict[str, Any]:
     """Decode `concurrency` requests at once and time rounds of steps in which nothing but decoding happens."""
     g = torch.Generator().manual_seed(concurrency)
     total = WARM_STEPS + args.steps * args.rounds + (args.profile_steps if args.profile else 0) + 4
@@ -185,13 +218,14 @@ def measure(engine: Engine, head: Head, concurrency: int, args: argparse.Namespa
     for request in requests:
         engine.abort(request.request_id)
     step = statistics.median(times)
-    must_read = weight_bytes(engine.target, engine.drafter, head) + kv_bytes(engine, head, (before + after) / 2)
-    floor = must_read / speed
+    passes = passes_of(engine, head, concurrency, (before + after) / 2)
+    floor = sum(one.seconds(speed, rate) for one in passes)
     return {
         "head": asdict(head),
         "concurrency": concurrency,
         "step_ms": [t * 1000 for t in times],
-        "bytes": must_read,
+        "bytes": sum(one.bytes for one in passes),
+        "operations": sum(one.operations for one in passes),
         "floor_ms": floor * 1000,
         "ratio": step / floor,
         "acceptance_length": spec.acceptance_length,
@@ -252,8 +286,8 @@ def main() -> None:
     max_model_len = args.prompt_tokens + most_tokens + 1
     facts = machine_facts(device, dtype)
     print(machine_line(facts))
-    speed = bandwidth(device)
-    print(f"measured read bandwidth: {speed / 1e9:.0f} GB/s\n")
+    speed, rate = bandwidth(device), product_rate(device, dtype)
+    print(f"measured: {speed / 1e9:.0f} GB/s read, {rate / 1e12:.3g} TFLOP/s in a large product\n")
     shape = SHAPES[args.shape]
     target = make_target(shape, max_model_len, device, dtype)
     prepare_for_inference(target)
@@ -277,7 +311,7 @@ def main() -> None:
         for concurrency in several:
             if args.profile:
                 print(f"{head}, concurrency {concurrency}")
-            results.append(measure(engine, head, concurrency, args, speed))
+            results.append(measure(engine, head, concurrency, args, speed, rate))
         del engine, drafter
         gc.collect()
         if device.type == "cuda":
@@ -311,6 +345,7 @@ def main() -> None:
             "machine": facts,
             "settings": settings,
             "bandwidth_bytes_per_second": speed,
+            "product_operations_per_second": rate,
             "products": products,
             "results": results,
         }

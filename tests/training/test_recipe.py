@@ -93,6 +93,23 @@ def test_depth_decay_weighs_the_loss(tmp_path: Path) -> None:
     assert decayed["loss"] == pytest.approx(decayed["depth_loss"][0], rel=0.05)
 
 
+def test_unreached_weight_weighs_the_loss(tmp_path: Path) -> None:
+    target, answers = tiny_target(), listed_answers(40)
+    for name, weight in (("plain", 1.0), ("reached", 0.0)):
+        train_on(config(tmp_path / name, unreached_weight=weight, max_steps=1), target, answers, say=quiet)
+    plain, reached = metrics(tmp_path / "plain")[0], metrics(tmp_path / "reached")[0]
+    assert plain["depth_loss"] == reached["depth_loss"]
+    assert 0 < reached["loss"] < plain["loss"]  # depth 0 is always reached
+
+
+def test_validation_says_how_far_chains_go(tmp_path: Path) -> None:
+    train_on(config(tmp_path, max_steps=1), tiny_target(), listed_answers(40), say=quiet)
+    (found,) = [line for line in metrics(tmp_path) if "validation_loss" in line]
+    joint = found["validation_joint_without_loops"]
+    assert joint == sorted(joint, reverse=True)
+    assert found["validation_acceptance_length_without_loops"] == pytest.approx(1 + sum(joint))
+
+
 def test_norm_flags_reach_the_head(tmp_path: Path) -> None:
     settings = config(tmp_path, kind="eagle3", fc_norm=True, norm_output=True, max_steps=2)
     train_on(settings, tiny_target(), listed_answers(40), say=quiet)
@@ -106,6 +123,10 @@ def test_settings_are_checked_and_old_runs_are_not_refused() -> None:
         config(Path("x"), ema_decay=1.5)
     with pytest.raises(InputError, match="depth_decay"):
         config(Path("x"), depth_decay=0.0)
+    with pytest.raises(InputError, match="unreached_weight"):
+        config(Path("x"), unreached_weight=-0.1)
+    with pytest.raises(InputError, match="unreached_weight: got 0.5, expected 1 with train_lm_head"):
+        config(Path("x"), unreached_weight=0.5, train_lm_head=True)
     with pytest.raises(InputError, match="schedule"):
         config(Path("x"), schedule="linear")
     old = config(Path("x")).to_dict()

@@ -718,6 +718,7 @@ class Trainer:
                 "validation_acceptance_length": found.acceptance_length,
                 "validation_acceptance_length_without_loops": found.without_loops,
                 "validation_loop_share": found.loop_share,
+                "validation_joint_without_loops": list(found.joint),
             }
         )
         shown = " ".join("-" if a is None else f"{a:.3f}" for a in found.accuracy)

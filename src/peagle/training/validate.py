@@ -23,13 +23,15 @@ class Validation:
     """loss: mean over rows; accuracy[d]: share of depth-d rows whose first choice is the teacher's; acceptance_length:
     1 + sum over d of the share of chains that are right at every depth up to d (teacher-forced, greedy);
     without_loops: the same over chains whose first token is not part of exactly repeating text, of which there are
-    `loop_share` (small models end many answers in loops, where any drafter is right)."""
+    `loop_share` (small models end many answers in loops, where any drafter is right). joint[d], without_loops too: the
+    terms of that sum, so that 1 + sum(joint[:K]) compares heads trained to different depths."""
 
     loss: float
     accuracy: list[float | None]
     acceptance_length: float
     without_loops: float
     loop_share: float
+    joint: tuple[float, ...] = ()
 
 
 def joint_matches(rows: LossRows, matches: Tensor, depths: int, left_out: Tensor | None = None) -> Tensor:
@@ -86,14 +88,13 @@ def validate(
     world.all_reduce(sums)
     stats, joint = sums[: stats.numel()].view_as(stats), sums[stats.numel() :].view_as(joint)
     losses, matches, counts = stats.tolist()
-    lengths = [
-        1.0 + sum(hit / every if every else 0.0 for hit, every in zip(*of, strict=True)) for of in joint.tolist()
-    ]
+    rates = [[hit / every if every else 0.0 for hit, every in zip(*of, strict=True)] for of in joint.tolist()]
     every, plain = joint[:, 1, 0].tolist()
     return Validation(
         loss=sum(losses) / max(sum(counts), 1.0),
         accuracy=[m / c if c else None for m, c in zip(matches, counts, strict=True)],
-        acceptance_length=lengths[0],
-        without_loops=lengths[1],
+        acceptance_length=1.0 + sum(rates[0]),
+        without_loops=1.0 + sum(rates[1]),
         loop_share=1.0 - plain / every if every else 0.0,
+        joint=tuple(rates[1]),
     )
