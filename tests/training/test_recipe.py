@@ -125,7 +125,7 @@ def test_settings_are_checked_and_old_runs_are_not_refused() -> None:
         config(Path("x"), depth_decay=0.0)
     with pytest.raises(InputError, match="unreached_weight"):
         config(Path("x"), unreached_weight=-0.1)
-    with pytest.raises(InputError, match="unreached_weight: got 0.5, expected 1 with train_lm_head"):
+    with pytest.raises(InputError, match=r"unreached_weight: got 0\.5, expected 1 with train_lm_head"):
         config(Path("x"), unreached_weight=0.5, train_lm_head=True)
     with pytest.raises(InputError, match="schedule"):
         config(Path("x"), schedule="linear")
