@@ -20,7 +20,7 @@ from .test_trainer import config, quiet
 
 def test_gives_back_what_it_was_given_in_any_packing() -> None:
     aux, hidden = torch.randn(12, 6), torch.randn(12, 2)
-    cache = StateCache(1 << 20)
+    cache = StateCache(1 << 20, 100)
     cache.put([Placed(7, 0, 5), Placed(3, 6, 4)], aux, hidden)
     assert cache.get([Placed(7, 0, 5), Placed(1, 5, 2)], 12) is None
     got = cache.get([Placed(3, 1, 4), Placed(7, 8, 5)], 16)
@@ -31,12 +31,26 @@ def test_gives_back_what_it_was_given_in_any_packing() -> None:
 
 
 def test_keeps_no_more_than_its_room() -> None:
-    cache = StateCache(5 * 8 * 4)
+    cache = StateCache(5 * 8 * 4, 100)
     cache.put([Placed(0, 0, 4), Placed(1, 4, 4), Placed(2, 8, 1)], torch.ones(9, 6), torch.ones(9, 2))
-    assert sorted(cache.states) == [0, 2]
-    assert cache.room == 0
-    cache.put([Placed(0, 0, 4)], torch.zeros(4, 6), torch.zeros(4, 2))
-    assert cache.states[0][0].sum() == 24
+    assert sorted(cache.starts) == [0, 2]
+    cache.put([Placed(0, 0, 4), Placed(3, 8, 1)], torch.zeros(9, 6), torch.zeros(9, 2))
+    assert sorted(cache.starts) == [0, 2]
+    assert cache.get([Placed(3, 0, 1)], 1) is None
+    kept = cache.get([Placed(0, 0, 4)], 5)
+    assert kept is not None
+    assert kept[0].sum() == 24
+
+
+def test_takes_memory_once_and_no_more_than_all_tokens_need() -> None:
+    cache = StateCache(1 << 30, 9)
+    cache.put([Placed(0, 0, 4)], torch.ones(9, 6), torch.ones(9, 2))
+    assert cache.rows is not None
+    assert [len(rows) for rows in cache.rows] == [10, 10]
+    rows = cache.rows
+    cache.put([Placed(1, 4, 5)], torch.ones(9, 6), torch.ones(9, 2))
+    assert cache.rows is rows
+    assert cache.get([Placed(1, 0, 5), Placed(0, 5, 4)], 9) is not None
 
 
 @pytest.mark.parametrize("gib", [0.0, 2e-5, 1.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,36 +22,45 @@ class Placed:
 class StateCache:
     """Auxiliary states [n, 3H] and LM-head inputs [n, H] of documents, up to `room` bytes; first come, first kept.
 
-    A bf16 token of a target with hidden size H takes 8H bytes: 4.6 KB for SmolLM2-135M, 33 KB for an 8B model.
+    A bf16 token of a target with hidden size H takes 8H bytes: 4.6 KB for SmolLM2-135M, 33 KB for an 8B model. The
+    memory is taken at once, when the first states come, for as many as `tokens` (all there will be): nothing grows
+    while a run goes on.
     """
 
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self.states: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, room: int, tokens: int) -> None:
+        self.room, self.tokens = room, tokens
+        self.starts: dict[int, int] = {}  # row of each kept document's first token
+        self.used = 1  # row 0 is what padding reads: zeros
+        self.rows: tuple[Tensor, Tensor] | None = None
 
     def get(self, placed: Sequence[Placed], positions: int) -> tuple[Tensor, Tensor] | None:
         """States [positions, ..] of packs laid end to end, zeros in padding; None unless every document is kept."""
-        if not placed or any(item.document not in self.states for item in placed):
+        if self.rows is None or not placed or any(item.document not in self.starts for item in placed):
             return None
-        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        at = 0
-        for item in [*sorted(placed, key=lambda item: item.start), Placed(-1, positions, 0)]:
-            for kept, found in zip(parts, self.states[placed[0].document], strict=True):
-                if item.start > at:
-                    kept.append(found.new_zeros(item.start - at, found.shape[1]))
-            if item.length:
-                for kept, found in zip(parts, self.states[item.document], strict=True):
-                    kept.append(found[: item.length])
-            at = item.start + item.length
-        aux, hidden = (torch.cat(kept) for kept in parts)
-        return aux, hidden
+        index = np.zeros(positions, dtype=np.int64)
+        for item in placed:
+            first = self.starts[item.document]
+            index[item.start : item.start + item.length] = np.arange(first, first + item.length)
+        aux, hidden = self.rows
+        where = torch.from_numpy(index)
+        if aux.is_cuda:
+            where = where.pin_memory().to(aux.device, non_blocking=True)
+        return aux[where], hidden[where]
 
     def put(self, placed: Sequence[Placed], aux: Tensor, hidden: Tensor) -> None:
         """Keep what there is room for, of documents not kept yet."""
+        if self.rows is None:
+            if not self.room or not placed:
+                return
+            each = aux.shape[1] * aux.element_size() + hidden.shape[1] * hidden.element_size()
+            count = 1 + min(self.tokens, self.room // each)
+            self.rows = aux.new_empty(count, aux.shape[1]), hidden.new_empty(count, hidden.shape[1])
+            for rows in self.rows:
+                rows[0] = 0
         for item in placed:
-            span = slice(item.start, item.start + item.length)
-            size = item.length * (aux.shape[1] * aux.element_size() + hidden.shape[1] * hidden.element_size())
-            if item.document in self.states or size > self.room:
+            end = self.used + item.length
+            if item.document in self.starts or end > len(self.rows[0]):
                 continue
-            self.room -= size
-            self.states[item.document] = (aux[span].clone(), hidden[span].clone())
+            for rows, states in zip(self.rows, (aux, hidden), strict=True):
+                rows[self.used : end] = states[item.start : item.start + item.length]
+            self.starts[item.document], self.used = self.used, end

@@ -208,7 +208,7 @@ class Trainer:
         self.parameters = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer = Optimizer(self.drafter, config, fused=cuda)
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
-        self.state_cache = StateCache(int(config.state_cache_gib * 2**30))
+        self.state_cache = StateCache(int(config.state_cache_gib * 2**30), int(scan.lengths[training].sum()))
         self.stats = torch.zeros(3, config.depths, dtype=torch.float64, device=self.device)  # since the last log
         self.log_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.log_steps = self.log_tokens = 0
