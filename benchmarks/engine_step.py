@@ -93,7 +93,10 @@ def make_target(shape: dict[str, Any], max_model_len: int, device: torch.device,
     return Target(model, None, "random weights")
 
 
-def make_drafter(head: Head, target: Target, shape: dict[str, Any], max_model_len: int) -> Drafter:
+def make_drafter(
+    head: Head, target: Target, shape: dict[str, Any], max_model_len: int, draft_vocab_size: int = 0
+) -> Drafter:
+    """A head with random weights; with a draft vocabulary it has an LM head of its own."""
     n = target.num_layers
     config = DrafterConfig(
         kind=head.kind,  # type: ignore[arg-type]
@@ -104,6 +107,8 @@ def make_drafter(head: Head, target: Target, shape: dict[str, Any], max_model_le
         num_key_value_heads=shape["num_key_value_heads"],
         head_dim=shape["head_dim"],
         vocab_size=shape["vocab_size"],
+        draft_vocab_size=draft_vocab_size,
+        own_lm_head=draft_vocab_size > 0,
         aux_hidden_state_layer_ids=(2, n // 2, n - 3),
         max_position_embeddings=max_model_len,
         mask_token_id=shape["vocab_size"] - 1 if head.kind == "p-eagle" else None,
