@@ -448,8 +448,6 @@ def test_truncated_tensors(head, size):
         ({"hidden_size": "wide"}, "wrong type"),
         ({"num_hidden_layers": [2]}, "wrong type"),
         ({"peagle": "text"}, "wrong type"),
-        ({"eagle_aux_hidden_state_layer_ids": None}, "eagle_aux_hidden_state_layer_ids: missing.*never guessed"),
-        ({"eagle_aux_hidden_state_layer_ids": []}, "eagle_aux_hidden_state_layer_ids: missing"),
         ({"eagle_aux_hidden_state_layer_ids": 5}, "wrong type"),
         ({"eagle_aux_hidden_state_layer_ids": [5, 3, 2]}, r"got \[5, 3, 2\].*ascending"),
         ({"ptd_token_id": None}, "ptd_token_id: missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from peagle.drafter.checkpoint import fit_problems
+from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import HeadFacts
 from peagle.target.facts import TargetFacts
 from peagle.vllm.versions import MINIMUM, Trait, drafter_scatters
@@ -38,6 +39,8 @@ def target_warnings(head: HeadFacts, target: TargetFacts) -> list[str]:
     if config is None:
         return []
     warnings = []
+    if not config.aux_hidden_state_layer_ids and not target_problems(head, target):
+        warnings.append(with_aux_layers(config, target.num_layers)[1])
     if target.max_model_len and config.max_position_embeddings < target.max_model_len:
         warnings.append(
             f"max_position_embeddings is {config.max_position_embeddings}, the target's {target.max_model_len}: drafts "
