@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peagle.drafter.checkpoint import fit_problems
+from peagle.drafter.checkpoint import fit_problems, module_name
 from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import HeadFacts
 from peagle.target.facts import TargetFacts
@@ -19,6 +19,8 @@ def head_traits(head: HeadFacts, target: TargetFacts | None) -> list[Trait]:
         traits.append("p-eagle")
         if head.layout == "speculators":
             traits.append("speculators-p-eagle")
+    if not config.reduced_vocab and any(module_name(name) == "d2t" for name in head.tensors):
+        traits.append("whole-d2t")
     if target is not None:
         counts = (target.full_layers, target.window_layers, config.num_hidden_layers)
         if drafter_scatters(*counts, threshold=1.25):
