@@ -186,6 +186,11 @@ def write_tiny_target(folder: Path, name: str) -> Path:
         )
     randomise(model, seed=head.target_layers)
     with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "o_proj" in parameter_name or "down_proj" in parameter_name:
+                # as initialised for training: all layers together weigh as much as the embeddings, so that a head of
+                # four layers can learn something of dozens
+                parameter.mul_((2 * head.target_layers) ** -0.5)
         model.lm_head.weight[MASK:].zero_()
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -216,8 +221,8 @@ def train_head(folder: Path, target: Path, name: str, *more: object, steps: int,
         "--intermediate-size", 4 * head.hidden, "--train-embeddings", "--train-lm-head",
     )  # fmt: skip
     call(
-        "train", target, answers, "-o", run, *layout, "--max-steps", steps, "--lr", "5e-3", "--pack-length", 512,
-        "--packs-per-step", 1, "--device", "cpu", "--no-tensorboard",
+        "train", target, answers, "-o", run, *layout, "--max-steps", steps, "--optimizer", "muon", "--lr", "3e-2",
+        "--keep-rate", 1, "--pack-length", 512, "--packs-per-step", 1, "--device", "cpu", "--no-tensorboard",
     )  # fmt: skip
     return run / "head"
 

@@ -19,6 +19,8 @@ from peagle.target import Target
 from peagle.target.facts import target_facts
 from peagle.training.init import drafter_config
 from peagle.vllm.needs import head_traits, target_problems, target_warnings
+from peagle.vllm.serve import Installed
+from peagle.vllm.serve import run as serve
 from peagle.vllm.versions import known_problems
 from tests.cli.conftest import run_peagle
 from tests.conftest import MASK
@@ -99,6 +101,21 @@ def test_what_inspect_says_at_full_size(name, tmp_path):
     ):
         assert part in result.stdout, part
     assert ("KV-cache groups" in result.stdout) is (name == "gpt-oss-20b")
+
+
+def test_serving_the_20b_in_vllm_at_full_size(tmp_path, monkeypatch, capsys):
+    """The README's command: what is worth knowing of the head as published, and of the converted one."""
+    installed = Installed("vllm", "0.32.0", ("vllm", "serve"))
+    monkeypatch.setattr("peagle.vllm.serve.find_vllm", lambda: installed)
+    head = write_headers(tmp_path / "head", HEADS["gpt-oss-20b"])
+    target_config("gpt-oss-20b").save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").touch()
+    serve(str(tmp_path / "target"), {"model": str(head), "num_speculative_tokens": 5}, dry_run=True)
+    printed = capsys.readouterr()
+    assert '"method": "eagle3", "parallel_drafting": true' in printed.out
+    assert "[2, 12, 21] are taken as in vLLM" in printed.err
+    assert "vLLM 0.30 and later: a head with a d2t tensor" in printed.err
+    assert "KV-cache groups" not in printed.err  # fixed by then
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -15,7 +15,7 @@ def test_train_convert_and_evaluate(name, tmp_path):
     """A few steps on answers that the target wrote itself, then every form of the head decodes the same."""
     sizes = tiny(name)
     target = write_tiny_target(tmp_path / "target", name)
-    head = train_head(tmp_path, target, name, steps=8, max_tokens=16)
+    head = train_head(tmp_path, target, name, steps=6, max_tokens=16)
     facts = read_head_facts(head)
     assert facts.config is not None
     assert {tensor: fact.shape for tensor, fact in facts.tensors.items()} == sizes.shapes()
