@@ -449,6 +449,8 @@ def test_truncated_tensors(head, size):
         ({"num_hidden_layers": [2]}, "wrong type"),
         ({"peagle": "text"}, "wrong type"),
         ({"eagle_aux_hidden_state_layer_ids": 5}, "wrong type"),
+        ({"eagle_aux_hidden_state_layer_ids": None, "num_aux_hidden_states": "3"}, "wrong type"),
+        ({"eagle_aux_hidden_state_layer_ids": None, "num_aux_hidden_states": 2}, r"(fc.weight|mask_hidden): shape .*"),
         ({"eagle_aux_hidden_state_layer_ids": [5, 3, 2]}, r"got \[5, 3, 2\].*ascending"),
         ({"ptd_token_id": None}, "ptd_token_id: missing"),
         ({"ptd_token_id": 60}, "ptd_token_id: got 60, expected 0 to 59"),

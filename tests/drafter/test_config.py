@@ -14,6 +14,7 @@ from tests.drafter.heads import make_config
         ({"hidden_size": 0}, "hidden_size: got 0, expected a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: got 0"),
         ({"max_position_embeddings": -1}, "max_position_embeddings: got -1"),
+        ({"num_aux_hidden_states": -1, "aux_hidden_state_layer_ids": ()}, "num_aux_hidden_states: got -1"),
         ({"num_attention_heads": 5}, r"num_attention_heads: got 5, expected a multiple of num_key_value_heads \(2\)"),
         ({"draft_vocab_size": 61}, "draft_vocab_size: got 61, expected 1 to 60"),
         ({"draft_vocab_size": -3}, "draft_vocab_size: got -3, expected 1 to 60"),

@@ -2,7 +2,8 @@
 
 Known of them: model cards and blog (4 layers, K, 1.7B parameters of the 120B head), and for the 20B what others wrote
 who run it: own embeddings and LM head over the whole vocabulary, `ptd_token_id` 201020, `mask_hidden` (1, 1, 8640), d2t
-and t2d that map every id to itself, llama3 RoPE, and auxiliary layers that vLLM's default finds (no config names them).
+and t2d that map every id to itself, llama3 RoPE, and auxiliary layers that were traced in vLLM to its default, so that
+its config seems to name none.
 What nobody says (the drafter's attention and MLP sizes) is set to the target's attention and four times the hidden
 size; with those the 120B head has the 1.7B parameters of its model card.
 """

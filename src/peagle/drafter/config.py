@@ -71,6 +71,7 @@ class DrafterConfig:
             "head_dim",
             "vocab_size",
             "max_position_embeddings",
+            "num_aux_hidden_states",
         ):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: got {getattr(self, name)}, expected a positive integer")
