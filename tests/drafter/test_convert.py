@@ -74,6 +74,23 @@ def test_fp32_tensors_and_foreign_ones_keep_their_bits(tmp_path):
     assert set(there) == {layout_name(name, "speculators") for name in content} | {"t2d"}
 
 
+def test_a_mapping_of_the_whole_vocabulary_to_itself_is_left_out(tmp_path):
+    """As amazon/GPT-OSS-20B-P-EAGLE has it, and no auxiliary layers in its config."""
+    start = save_drafter(make_drafter(num_hidden_layers=4, own_embed_tokens=True, own_lm_head=True), tmp_path / "start")
+    content = load_file(start / "model.safetensors")
+    mapping = {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.ones(60, dtype=torch.bool)}
+    save_file(content | mapping, start / "model.safetensors")
+    raw = json.loads((start / "config.json").read_text())
+    del raw["eagle_aux_hidden_state_layer_ids"]
+    (start / "config.json").write_text(json.dumps(raw))
+    for layout in ("native", "speculators"):
+        there = convert_head(start, tmp_path / layout, layout)
+        found = load_file(there / "model.safetensors")
+        assert set(found) == {layout_name(name, layout) for name in content}
+        assert "eagle_aux_hidden_state_layer_ids" not in json.loads((there / "config.json").read_text())
+        assert load_drafter(there).config == load_drafter(start).config
+
+
 def test_other_files_come_along(tmp_path):
     start = save_drafter(make_drafter(), tmp_path / "start")
     (start / "README.md").write_text("card")

@@ -93,7 +93,7 @@ def test_all_problems_of_a_config_are_listed(head):
     rewrite(
         head,
         config={"ptd_token_id": None, "hidden_size": "32", "hidden_act": "gelu"},
-        drop_keys=("eagle_aux_hidden_state_layer_ids", "intermediate_size"),
+        drop_keys=("intermediate_size",),
         drop=("mask_hidden",),
     )
     facts = read_head_facts(head)
@@ -102,7 +102,6 @@ def test_all_problems_of_a_config_are_listed(head):
         "hidden_size",
         "intermediate_size",
         "hidden_act",
-        "eagle_aux_hidden_state_layer_ids",
         "ptd_token_id",
         "mask_hidden",
     ]
@@ -112,7 +111,6 @@ BROKEN = {
     "no mask_hidden": {"drop": ("mask_hidden",)},
     "no mask token": {"drop_keys": ("ptd_token_id",)},
     "a mask token outside": {"config": {"ptd_token_id": 60}},
-    "no auxiliary layers": {"drop_keys": ("eagle_aux_hidden_state_layer_ids",)},
     "auxiliary layers out of order": {"config": {"eagle_aux_hidden_state_layer_ids": [5, 3, 2]}},
     "another architecture": {"config": {"architectures": ["LlamaForCausalLM"]}},
     "heads that do not divide": {"config": {"num_key_value_heads": 3}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,14 @@ def test_a_run_can_start_from_a_head(tmp_path: Path) -> None:
     saved = load_drafter(tmp_path / "head", dtype=torch.float32).state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in drafter.state_dict().items())
     assert all(p.requires_grad for p in drafter.parameters())
+    # what no setting names is the head's, and auxiliary layers that it does not name are the run's
+    raw = json.loads((tmp_path / "head" / "config.json").read_text())
+    del raw["eagle_aux_hidden_state_layer_ids"], raw["rope_parameters"]
+    (tmp_path / "head" / "config.json").write_text(json.dumps(raw | {"rope_theta": 77.0, "rms_norm_eps": 1e-3}))
+    drafter, remarks = new_drafter(settings, target, 63, None)
+    assert (drafter.config.rope_parameters["rope_theta"], drafter.config.rms_norm_eps) == (77.0, 1e-3)
+    assert drafter.config.aux_hidden_state_layer_ids == (1, 2, 3)
+    assert "names no auxiliary layers: [1, 2, 3] are read" in remarks[-1]
     with pytest.raises(InputError, match=r"init: .*num_hidden_layers: 1, the head has 2"):
         new_drafter(config(init=str(tmp_path / "head"), layers=1), target, 63, None)
     with pytest.raises(InputError, match="nowhere"):

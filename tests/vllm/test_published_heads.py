@@ -1,144 +1,31 @@
-"""The heads that AWS published (gpt-oss-20b, gpt-oss-120b, Qwen3-Coder-30B-A3B) and their targets.
-
-Full size: every shape, without weights. Small: the same layout on tiny random targets of the same kinds, through
-the engine and `peagle eval`. What the publications do not say (the drafter's own attention and MLP sizes) is set to the
-target's attention and four times the hidden size; with those the 120B head has the 1.7B parameters of its model card.
-"""
+"""The published heads at full size without weights, and their layout at small size in the engine."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
-from math import prod
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
-from peagle.config import EngineConfig, SpeculativeConfig
-from peagle.drafter import Drafter, load_drafter, save_drafter
-from peagle.drafter.checkpoint import check_fits, parse_config, read_config
-from peagle.drafter.config import DrafterConfig
+from peagle.config import EngineConfig, SpeculativeConfig, TrainConfig
+from peagle.drafter import Drafter, save_drafter
+from peagle.drafter.checkpoint import check_fits, parse_config
+from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import expected_shapes, read_head_facts
 from peagle.engine import Engine
 from peagle.engine.loading import load_bound_drafter
+from peagle.target import Target
 from peagle.target.facts import target_facts
-from peagle.vllm.needs import head_traits, target_problems
+from peagle.training.init import drafter_config
+from peagle.vllm.needs import head_traits, target_problems, target_warnings
+from peagle.vllm.serve import Installed
+from peagle.vllm.serve import run as serve
 from peagle.vllm.versions import known_problems
 from tests.cli.conftest import run_peagle
 from tests.conftest import MASK
 from tests.engine.helpers import SEQUENCES, assert_same, greedy, make_engine, replay, run
-
-LAYERS = 4
-
-
-@dataclass(frozen=True)
-class Published:
-    """A published head with its target's sizes."""
-
-    name: str
-    k_train: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    target_layers: int
-    mask_token: int
-
-    @property
-    def aux(self) -> list[int]:
-        return [2, self.target_layers // 2, self.target_layers - 3]
-
-    def config_json(self) -> dict[str, object]:
-        """config.json with the keys that those heads have, and none of this package's own."""
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "intermediate_size": 4 * self.hidden,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150000.0,
-            "max_position_embeddings": 131072,
-            "vocab_size": self.vocab,
-            "draft_vocab_size": self.vocab,
-            "eagle_aux_hidden_state_layer_ids": self.aux,
-            "parallel_drafting": True,
-            "ptd_token_id": self.mask_token,
-            "torch_dtype": "bfloat16",
-        }
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Tensors as the files name them, written out by hand."""
-        h, q, kv, mlp = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, 4 * self.hidden
-        shapes: dict[str, tuple[int, ...]] = {
-            "embed_tokens.weight": (self.vocab, h),
-            "lm_head.weight": (self.vocab, h),
-            "fc.weight": (h, 3 * h),
-            "mask_hidden": (1, 1, 3 * h),
-            "norm.weight": (h,),
-            "midlayer.hidden_norm.weight": (h,),
-        }
-        for layer, width in (("midlayer", 2 * h), *((f"layers.{i}", h) for i in range(1, LAYERS))):
-            shapes |= {
-                f"{layer}.self_attn.q_proj.weight": (q, width),
-                f"{layer}.self_attn.k_proj.weight": (kv, width),
-                f"{layer}.self_attn.v_proj.weight": (kv, width),
-                f"{layer}.self_attn.o_proj.weight": (h, q),
-                f"{layer}.mlp.gate_proj.weight": (mlp, h),
-                f"{layer}.mlp.up_proj.weight": (mlp, h),
-                f"{layer}.mlp.down_proj.weight": (h, mlp),
-                f"{layer}.input_layernorm.weight": (h,),
-                f"{layer}.post_attention_layernorm.weight": (h,),
-            }
-        return shapes
-
-
-GPT_OSS = {"hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "vocab": 201088, "mask_token": 201020}
-HEADS = {
-    "gpt-oss-20b": Published("amazon/gpt-oss-20b-p-eagle", k_train=10, target_layers=24, **GPT_OSS),
-    "gpt-oss-120b": Published("amazon/gpt-oss-120b-p-eagle", k_train=8, target_layers=36, **GPT_OSS),
-    "qwen3-coder-30b": Published(
-        "Qwen3-Coder-30B-A3B", 18, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, target_layers=48,
-        mask_token=151930,
-    ),
-}  # fmt: skip
-
-
-def target_config(name: str) -> GptOssConfig | Qwen3MoeConfig:
-    head = HEADS[name]
-    sizes = {
-        "hidden_size": head.hidden,
-        "num_hidden_layers": head.target_layers,
-        "num_attention_heads": head.heads,
-        "num_key_value_heads": head.kv_heads,
-        "head_dim": head.head_dim,
-        "vocab_size": head.vocab,
-    }
-    if name.startswith("gpt-oss"):
-        return GptOssConfig(**sizes, max_position_embeddings=131072)
-    return Qwen3MoeConfig(**sizes, max_position_embeddings=262144, num_experts=128, num_experts_per_tok=8)
-
-
-def write_headers(folder: Path, head: Published) -> Path:
-    """A folder with the head's config and a safetensors file of full size whose weights are a hole in the file."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(head.config_json()))
-    header, end = {}, 0
-    for name, shape in head.shapes().items():
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + 2 * prod(shape)]}
-        end += 2 * prod(shape)
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return folder
+from tests.vllm.published import HEADS, LAYERS, Published, as_published, target_config, write_headers
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -151,24 +38,91 @@ def test_full_size_shapes(name, tmp_path):
     assert (config.kind, config.num_hidden_layers, config.mask_token_id) == ("p-eagle", LAYERS, head.mask_token)
     assert config.own_embed_tokens
     assert config.own_lm_head
-    by_module = {shape_name.replace("midlayer", "layers.0"): shape for shape_name, shape in head.shapes().items()}
-    assert expected_shapes(config) == by_module
+    assert not config.reduced_vocab
+    assert expected_shapes(config) == head.module_shapes()
     if name == "gpt-oss-20b":
-        assert by_module["mask_hidden"] == (1, 1, 8640)
+        assert head.shapes()["mask_hidden"] == (1, 1, 8640)
     if name == "gpt-oss-120b":
         assert 1.65e9 < facts.num_parameters < 1.75e9
     target = target_facts(target_config(name))
     assert target_problems(facts, target) == []
     check_fits(config, **target.fits_arguments)
+    assert with_aux_layers(config, target.num_layers)[0].aux_hidden_state_layer_ids == head.aux
+    assert any(f"{list(head.aux)} are taken as in vLLM" in text for text in target_warnings(facts, target))
     other = target_facts(target_config("gpt-oss-20b" if name.startswith("qwen") else "qwen3-coder-30b"))
     assert len(target_problems(facts, other)) >= 2
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_training_for_the_full_size_target_gives_these_shapes(name):
+    """Target and head stand on the meta device; only the sizes of the head's own MLP are named."""
+    head = HEADS[name]
+    with torch.device("meta"):
+        target = Target(AutoModelForCausalLM.from_config(target_config(name), dtype=torch.bfloat16), None, name)
+    settings = TrainConfig(
+        target=name, data=("answers",), output="run", layers=LAYERS, k_train=head.k_train,
+        intermediate_size=4 * head.hidden, train_embeddings=True, train_lm_head=True, mask_token_id=head.mask_token,
+    )  # fmt: skip
+    config = drafter_config(settings, target, head.mask_token)
+    assert expected_shapes(config) == head.module_shapes()
+    assert config.aux_hidden_state_layer_ids == head.aux
+    assert (config.k_train, config.mask_token_id) == (head.k_train, head.mask_token)
+    assert config.max_position_embeddings == head.max_length
+    assert config.rope_parameters["rope_type"] == ("yarn" if name.startswith("gpt-oss") else "default")
+    # what a head that shares takes from this target has the shapes that it would bring itself
+    assert target.embed_weight.shape == head.shapes()["embed_tokens.weight"]
+    assert target.lm_head_weight.shape == head.shapes()["lm_head.weight"]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_inspect_says_at_full_size(name, tmp_path):
+    head = HEADS[name]
+    folder = write_headers(tmp_path / "head", head)
+    target_config(name).save_pretrained(tmp_path / "target")
+    result = run_peagle("inspect", folder, "--target", tmp_path / "target")
+    assert result.exit_code == 0, result.output
+    for part in (
+        "kind                    P-EAGLE",
+        "layers                  4",
+        f"hidden size             {head.hidden} (target {head.hidden})",
+        "K trained               not said",
+        f"mask token              {head.mask_token}",
+        "auxiliary layers        not said",
+        "draft vocabulary        the target's",
+        f"longest sequence        {head.max_length} (RoPE llama3)",
+        "shared with the target  nothing",
+        f"1x1x{3 * head.hidden}",
+        f"{head.target_layers} layers): fits",
+        f"{list(head.aux)} are taken as in vLLM",
+        "problems: none",
+        "peagle: loads it",
+        "0.30 and later: a head with a d2t tensor",
+        "peagle convert HEAD OUTPUT --layout native",
+    ):
+        assert part in result.stdout, part
+    assert ("KV-cache groups" in result.stdout) is (name == "gpt-oss-20b")
+
+
+def test_serving_the_20b_in_vllm_at_full_size(tmp_path, monkeypatch, capsys):
+    """The README's command: what is worth knowing of the head as published, and of the converted one."""
+    installed = Installed("vllm", "0.32.0", ("vllm", "serve"))
+    monkeypatch.setattr("peagle.vllm.serve.find_vllm", lambda: installed)
+    head = write_headers(tmp_path / "head", HEADS["gpt-oss-20b"])
+    target_config("gpt-oss-20b").save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").touch()
+    serve(str(tmp_path / "target"), {"model": str(head), "num_speculative_tokens": 5}, dry_run=True)
+    printed = capsys.readouterr()
+    assert '"method": "eagle3", "parallel_drafting": true' in printed.out
+    assert "[2, 12, 21] are taken as in vLLM" in printed.err
+    assert "vLLM 0.30 and later: a head with a d2t tensor" in printed.err
+    assert "KV-cache groups" not in printed.err  # fixed by then
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_full_size_forward_without_weights(name):
     """Rows go through the whole network at K_train depths, on the meta device."""
     head = HEADS[name]
-    folder_config = replace(_parse(head), own_embed_tokens=True, own_lm_head=True)
+    folder_config = replace(parse_config(head.config_json()), own_embed_tokens=True, own_lm_head=True)
     with torch.device("meta"):
         drafter = Drafter(folder_config).to(torch.bfloat16)
         rows = 2 * (1 + head.k_train)
@@ -188,11 +142,6 @@ def test_full_size_forward_without_weights(name):
     assert seen == [(layer, (rows, head.heads, head.head_dim), kv, kv) for layer in range(LAYERS)]
 
 
-def _parse(head: Published) -> DrafterConfig:
-
-    return parse_config(head.config_json())
-
-
 def test_only_the_20b_needs_the_kv_group_fix(tmp_path):
     """12 + 4 full-attention layers against 12 with a window; 18 + 4 against 18 stay below the old threshold."""
     needing = []
@@ -205,35 +154,20 @@ def test_only_the_20b_needs_the_kv_group_fix(tmp_path):
     assert needing == ["gpt-oss-20b"]
 
 
-@pytest.fixture(scope="module")
-def small_head(tmp_path_factory, tiny_target):
-    """small_head("gpt_oss") -> a folder with a random head of the published layout for the tiny target."""
-    made: dict[str, Path] = {}
-
-    def head(architecture: str) -> Path:
-        if architecture not in made:
-            target = tiny_target(architecture)
-            small = Published("small", 10, target.hidden_size, 4, 2, 8, target.vocab_size, target.num_layers, MASK)
-            config = replace(_parse(small), own_embed_tokens=True, own_lm_head=True, max_position_embeddings=512)
-            torch.manual_seed(5)
-            folder = tmp_path_factory.mktemp("small") / architecture
-            save_drafter(Drafter(config), folder)
-            (folder / "config.json").write_text(json.dumps(small.config_json() | {"max_position_embeddings": 512}))
-            made[architecture] = folder
-            facts = read_head_facts(folder)
-            assert {n: t.shape for n, t in facts.tensors.items()} == small.shapes()
-        return made[architecture]
-
-    return head
-
-
 @pytest.mark.parametrize("k", [3, 5, 10])
 @pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
-def test_the_engine_changes_no_token(architecture, k, tiny_target, small_head):
+def test_the_engine_changes_no_token(architecture, k, tiny_target, tmp_path, caplog):
     """Drafts that are right for 0 to K tokens, in turn, over contexts beyond the sliding window."""
     target = tiny_target(architecture)
     plain = [run(make_engine(target), [prompt], greedy(24))[0].output_token_ids for prompt in SEQUENCES]
-    drafter = load_bound_drafter(target, SpeculativeConfig(str(small_head(architecture)), k, parallel_drafting=True))
+    small = Published("small", k, target.hidden_size, 4, 2, 8, target.vocab_size, target.num_layers, MASK, 512)
+    torch.manual_seed(5)
+    config = replace(parse_config(small.config_json()), own_embed_tokens=True, own_lm_head=True)
+    folder = as_published(save_drafter(Drafter(config), tmp_path / "head"), tmp_path / "published", small)
+    tensors = {name: tensor.shape for name, tensor in read_head_facts(folder).tensors.items()}
+    assert tensors == small.shapes() | {"d2t": (target.vocab_size,), "t2d": (target.vocab_size,)}
+    drafter = load_bound_drafter(target, SpeculativeConfig(str(folder), k, parallel_drafting=True))
+    assert "[2, 3, 4] are taken as in vLLM" in caplog.text
     engine = Engine(target, drafter, k, EngineConfig(max_num_seqs=8, max_model_len=128))
     known = {str(i): prompt + answer for i, (prompt, answer) in enumerate(zip(SEQUENCES, plain, strict=True))}
     order = torch.randperm(4 * (k + 1), generator=torch.Generator().manual_seed(k)) % (k + 1)
@@ -241,21 +175,3 @@ def test_the_engine_changes_no_token(architecture, k, tiny_target, small_head):
     for prompt, answer, request in zip(SEQUENCES, plain, run(engine, SEQUENCES, greedy(24)), strict=True):
         assert_same(target, prompt, answer, request.output_token_ids)
     assert engine.stats.spec.num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
-def test_eval_and_inspect(architecture, target_folder, small_head, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text * 9}) + "\n" for text in ("abc ", "To be, ", "1 + ")))
-    head, target = small_head(architecture), target_folder(architecture)
-    result = run_peagle(
-        "eval", target, head, "--prompts", prompts, "--k", "3,10", "--max-tokens", "16", "--device", "cpu", "--check"
-    )
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("all 3 answers equal plain decoding's") == 2
-    result = run_peagle("inspect", head, "--target", target, "--json")
-    assert result.exit_code == 0, result.output
-    content = json.loads(result.stdout)
-    assert content["target"]["fits"]
-    assert content["shares"] == []
-    assert load_drafter(head, "p-eagle").config == replace(read_config(head), own_embed_tokens=True, own_lm_head=True)

@@ -28,6 +28,13 @@ def test_dynamic_k_up_to_0_33_and_only_when_asked_for():
     assert mentions(None, ["dynamic-k"])  # a build that names no release
 
 
+def test_a_problem_that_came_with_a_version():
+    assert known_problems((0, 29), ["whole-d2t"]) == known_problems((0, 29), [])
+    (problem,) = (p for p in known_problems((0, 32), ["whole-d2t"]) if p.trait == "whole-d2t")
+    assert problem.versions == "0.30 and later"
+    assert "peagle convert" in problem.instead
+
+
 def test_a_newer_version_has_none_of_the_dated_problems():
     assert known_problems((0, 34), [p.trait for p in PROBLEMS if p.last is not None]) == []
     assert [p.trait for p in known_problems((9, 0), ["scattered-still"])] == ["scattered-still"]

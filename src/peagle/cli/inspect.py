@@ -113,7 +113,7 @@ def as_text(content: dict[str, Any]) -> str:
             ["hidden size", f"{config['hidden_size']} (target {config['target_hidden_size']})"],
             ["K trained", str(config["k_train"] or "not said")],
             ["mask token", "none" if config["mask_token_id"] is None else str(config["mask_token_id"])],
-            ["auxiliary layers", ", ".join(map(str, config["aux_hidden_state_layer_ids"]))],
+            ["auxiliary layers", ", ".join(map(str, config["aux_hidden_state_layer_ids"])) or "not said"],
             ["draft vocabulary", vocabulary],
             ["options", ", ".join(norms) or "none"],
             ["longest sequence", f"{config['max_position_embeddings']} (RoPE {rope['rope_type']})"],

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from peagle.drafter.config import DrafterConfig, Kind
+from peagle.drafter.config import DrafterConfig, Kind, with_aux_layers
 from peagle.drafter.model import Drafter, make_rotary
 from peagle.errors import InputError
 
@@ -134,12 +134,8 @@ def parse_config(raw: dict[str, Any]) -> DrafterConfig:
         raise InputError(f"model_type: got {layer.get('model_type')!r}, expected 'llama' drafter layers")
     if layer.get("hidden_act", "silu") != "silu":
         raise InputError(f"hidden_act: got {layer.get('hidden_act')!r}, expected 'silu'")
-    aux = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
-    if not aux:
-        raise InputError(
-            "eagle_aux_hidden_state_layer_ids: missing, expected the ids of the target layers that the head was "
-            "trained on (they are never guessed)"
-        )
+    # heads of other makers often name none: `with_aux_layers` settles it once the target is known
+    aux = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids") or ()
     hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
     return DrafterConfig(
         kind=kind,
@@ -153,6 +149,7 @@ def parse_config(raw: dict[str, Any]) -> DrafterConfig:
         draft_vocab_size=raw.get("draft_vocab_size") or layer["vocab_size"],
         target_hidden_size=raw.get("target_hidden_size") or hidden,
         aux_hidden_state_layer_ids=tuple(aux),
+        num_aux_hidden_states=raw.get("num_aux_hidden_states") or layer.get("num_aux_hidden_states") or 0,
         rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
         rope_parameters=_rope(layer),
         max_position_embeddings=layer.get("max_position_embeddings", 2048),
@@ -276,7 +273,7 @@ def layer_config(config: DrafterConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": False,
-        "num_aux_hidden_states": len(config.aux_hidden_state_layer_ids),  # vLLM assumes 3 without it
+        "num_aux_hidden_states": config.num_aux_hidden_states,  # vLLM assumes 3 without it
     }
     if rope.get("rope_type", "default") != "default":
         keys["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -292,10 +289,11 @@ def config_json(config: DrafterConfig, layout: Layout, target_name: str = "") ->
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        "eagle_aux_hidden_state_layer_ids": list(config.aux_hidden_state_layer_ids),
         "dtype": config.dtype,
         "torch_dtype": config.dtype,
     }
+    if config.aux_hidden_state_layer_ids:
+        common["eagle_aux_hidden_state_layer_ids"] = list(config.aux_hidden_state_layer_ids)
     own = {"k_train": config.k_train, "target": target_name}
     if layout == "native":
         raw = {"architectures": [NATIVE_ARCHITECTURE], **layer_config(config), **common, "peagle": own}
@@ -388,11 +386,12 @@ def fit_problems(config: DrafterConfig, *, vocab_size: int, hidden_size: int, nu
             f"head: hidden_size {config.hidden_size} differs from the target's {hidden_size}, so it cannot share the "
             "target's embeddings or LM head, and it brings none of its own"
         )
-    if max(config.aux_hidden_state_layer_ids) >= num_layers:
-        problems.append(
-            f"head: eagle_aux_hidden_state_layer_ids {list(config.aux_hidden_state_layer_ids)}, but the target has "
-            f"{num_layers} layers"
-        )
+    try:
+        ids = with_aux_layers(config, num_layers)[0].aux_hidden_state_layer_ids
+    except InputError as error:
+        return [*problems, f"head: {error}"]
+    if max(ids) >= num_layers:
+        problems.append(f"head: eagle_aux_hidden_state_layer_ids {list(ids)}, but the target has {num_layers} layers")
     return problems
 
 

@@ -25,6 +25,7 @@ from peagle.drafter.checkpoint import (
     resolve_head,
     t2d_of,
 )
+from peagle.drafter.config import DrafterConfig
 from peagle.drafter.facts import named_target
 from peagle.errors import InputError
 
@@ -40,13 +41,19 @@ def layout_name(name: str, layout: Layout) -> str:
     return name
 
 
-def converted_tensors(tensors: dict[str, Tensor], layout: Layout, vocab_size: int) -> dict[str, Tensor]:
-    """The same tensors under the layout's names. A missing t2d is made from d2t, which says the same."""
+def converted_tensors(tensors: dict[str, Tensor], layout: Layout, config: DrafterConfig) -> dict[str, Tensor]:
+    """The same tensors under the layout's names.
+
+    A missing t2d is made from d2t, which says the same. Where the draft vocabulary is the whole one both map every id
+    to itself, as loading has checked, and are left out: vLLM 0.30 and later do not load a head that has them.
+    """
     converted = {layout_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}
     if len(converted) < len(tensors):
         raise InputError("head: two of its tensors have the same name in the other layout")
+    if not config.reduced_vocab:
+        return {name: tensor for name, tensor in converted.items() if name not in ("d2t", "t2d")}
     if "d2t" in converted and "t2d" not in converted:
-        converted["t2d"] = t2d_of(converted["d2t"], vocab_size)
+        converted["t2d"] = t2d_of(converted["d2t"], config.vocab_size)
     return converted
 
 
@@ -71,7 +78,7 @@ def convert_head(
     loaded = load_drafter(source)
     raw = read_json(source / "config.json")
     config = replace(read_config(source), own_embed_tokens=loaded.config.own_embed_tokens, dtype=loaded.config.dtype)
-    tensors = converted_tensors(read_tensors(source), layout, config.vocab_size)
+    tensors = converted_tensors(read_tensors(source), layout, config)
     del loaded
     work: Path | None = None
     try:

@@ -224,14 +224,6 @@ def config_problems(raw: dict[str, Any]) -> list[str]:
     for key, expected in (("model_type", "llama"), ("hidden_act", "silu")):
         if layer.get(key, expected) != expected:
             problems.append(f"{key}: got {layer[key]!r}, expected {expected!r}")
-    eagle = raw.get("eagle_config")
-    aux = raw.get("eagle_aux_hidden_state_layer_ids") or (
-        eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
-    )
-    if not aux:
-        problems.append(
-            "eagle_aux_hidden_state_layer_ids: missing, expected the ids of the target layers that it reads"
-        )
     if parallel and mask is None:
         problems.append(f"{mask_key}: missing, expected the id of the mask token (a P-EAGLE head cannot run without)")
     vocab = layer.get("vocab_size")

@@ -126,7 +126,7 @@ class Drafter(nn.Module):
         self.fc_norm = (
             nn.ModuleList(
                 nn.RMSNorm(config.target_hidden_size, eps=config.rms_norm_eps)
-                for _ in config.aux_hidden_state_layer_ids
+                for _ in range(config.num_aux_hidden_states)
             )
             if config.fc_norm
             else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.drafter.checkpoint import check_fits, load_drafter
+from peagle.drafter.config import with_aux_layers
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.kernels.packed_linear import pack_linears
@@ -16,6 +18,8 @@ from peagle.kernels.rms_norm import fuse_rms_norms
 from peagle.target.fused import fuse_decoder_layers
 from peagle.target.loading import load_target
 from peagle.target.model import Target
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_for_inference(target: Target) -> None:
@@ -41,6 +45,9 @@ def prepare_drafter(drafter: Drafter, target: Target) -> Drafter:
 def load_bound_drafter(target: Target, speculative: SpeculativeConfig) -> Drafter:
     """Load a head, refuse it when it is of the wrong kind or made for another target, and bind it to this one."""
     drafter = load_drafter(speculative.model, speculative.kind, target.dtype, target.device)
+    drafter.config, remark = with_aux_layers(drafter.config, target.num_layers)
+    if remark:
+        logger.warning("%s: %s", speculative.model, remark)
     check_fits(
         drafter.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )

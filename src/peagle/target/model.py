@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from peagle.drafter.config import vllm_aux_layer_ids
 from peagle.errors import InputError
 from peagle.target.paged_attention import KVCache, PagedBatch, attend_paged
 
@@ -153,7 +154,7 @@ class Target:
         n = self.num_layers
         if n < 3:
             raise InputError(f"model: has {n} layers, expected at least 3 to take auxiliary hidden states from")
-        return (2, n // 2, n - 3) if n >= 7 else (0, n // 2, n - 1)
+        return vllm_aux_layer_ids(n) if n >= 7 else (0, n // 2, n - 1)
 
     def check_aux_layer_ids(self, ids: Sequence[int]) -> None:
         for i in ids:

@@ -14,7 +14,7 @@ from peagle.drafter.model import Drafter
 from peagle.errors import InputError
 from peagle.target.model import Target
 from peagle.training.draft_vocab import DraftVocab
-from peagle.training.init_from_head import copy_head
+from peagle.training.init_from_head import copy_head, with_conventions_of
 
 NOISE = 0.02  # standard deviation of random weights
 PLAIN_LLAMA = ("llama", "mistral", "smollm3")  # layers whose weights mean the same in a drafter layer
@@ -107,7 +107,10 @@ def new_drafter(
     remarks: list[str] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        drafter = Drafter(drafter_config(config, target, mask_token_id)).to(torch.float32)
+        settings = drafter_config(config, target, mask_token_id)
+        if config.init_head is not None:
+            settings = with_conventions_of(settings, config.init_head)
+        drafter = Drafter(settings).to(torch.float32)
         _random_weights(drafter)
         if config.init == "target":
             remarks.append(_copy_target_layers(drafter, target))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from peagle.drafter.checkpoint import fit_problems
+from peagle.drafter.checkpoint import fit_problems, module_name
+from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import HeadFacts
 from peagle.target.facts import TargetFacts
 from peagle.vllm.versions import MINIMUM, Trait, drafter_scatters
@@ -18,6 +19,8 @@ def head_traits(head: HeadFacts, target: TargetFacts | None) -> list[Trait]:
         traits.append("p-eagle")
         if head.layout == "speculators":
             traits.append("speculators-p-eagle")
+    if not config.reduced_vocab and any(module_name(name) == "d2t" for name in head.tensors):
+        traits.append("whole-d2t")
     if target is not None:
         counts = (target.full_layers, target.window_layers, config.num_hidden_layers)
         if drafter_scatters(*counts, threshold=1.25):
@@ -38,6 +41,8 @@ def target_warnings(head: HeadFacts, target: TargetFacts) -> list[str]:
     if config is None:
         return []
     warnings = []
+    if not config.aux_hidden_state_layer_ids and not target_problems(head, target):
+        warnings.append(with_aux_layers(config, target.num_layers)[1])
     if target.max_model_len and config.max_position_embeddings < target.max_model_len:
         warnings.append(
             f"max_position_embeddings is {config.max_position_embeddings}, the target's {target.max_model_len}: drafts "

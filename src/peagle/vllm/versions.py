@@ -13,25 +13,35 @@ from typing import Literal
 
 Version = tuple[int, int]
 # What a setting has that a problem can hang on.
-Trait = Literal["any", "p-eagle", "speculators-p-eagle", "scattered", "scattered-still", "dynamic-k", "cpu"]
+Trait = Literal[
+    "any", "p-eagle", "speculators-p-eagle", "scattered", "scattered-still", "whole-d2t", "dynamic-k", "cpu"
+]
 
 MINIMUM: Version = (0, 16)  # "Unified Parallel Drafting", pull request 32887
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something a version does wrong. last: the last version known to have it; None: no version is known without."""
+    """Something a version does wrong.
+
+    last: the last version known to have it; None: no later version is known without. first: the first version that has
+    it; None: all before have it.
+    """
 
     trait: Trait
     last: Version | None
     what: str
     instead: str
+    first: Version | None = None
 
     def affects(self, version: Version) -> bool:
-        return self.last is None or version <= self.last
+        return (self.last is None or version <= self.last) and (self.first is None or version >= self.first)
 
     @property
     def versions(self) -> str:
+        if self.first is not None:
+            until = "later" if self.last is None else f"up to {self.last[0]}.{self.last[1]}"
+            return f"{self.first[0]}.{self.first[1]} and {until}"
         return "every version so far" if self.last is None else f"up to {self.last[0]}.{self.last[1]}"
 
 
@@ -55,6 +65,14 @@ PROBLEMS = (
         (0, 20),
         "P-EAGLE heads in the speculators layout are not known (pull request 41826, merged in May 2026)",
         "convert the head: peagle convert HEAD OUTPUT --layout native",
+    ),
+    Problem(
+        "whole-d2t",
+        None,
+        "a head with a d2t tensor although its draft vocabulary is the whole one is not loaded (no module or parameter "
+        "named 'draft_id_to_target_id'; since pull request 53458, September 2026)",
+        "convert the head, which leaves the tensor out: peagle convert HEAD OUTPUT --layout native",
+        first=(0, 30),
     ),
     Problem(
         "dynamic-k",
