@@ -10,6 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from peagle.draft_table import DraftTable, parse_draft_table
 from peagle.errors import InputError
 
 
@@ -28,6 +29,8 @@ class SpeculativeConfig:
     rejection_sample_method "synthetic", for benchmarks only, accepts drafts whatever they are, so that what comes out
     is no text: either by synthetic_acceptance_rates, per position how often it and all before it are accepted, or by
     synthetic_acceptance_length, the mean number of tokens a step (1 to num_speculative_tokens + 1).
+
+    num_speculative_tokens_per_batch_size: (first batch size, last, draft tokens) each, see `peagle.draft_table`.
     """
 
     model: str
@@ -37,6 +40,7 @@ class SpeculativeConfig:
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
+    num_speculative_tokens_per_batch_size: DraftTable | None = None
 
     def __post_init__(self) -> None:
         if self.method != "eagle3":
@@ -46,6 +50,9 @@ class SpeculativeConfig:
             raise InputError(f"model: got {self.model!r}, expected a head's folder or Hub id")
         if self.parallel_drafting not in (None, True, False):
             raise InputError(f"parallel_drafting: got {self.parallel_drafting!r}, expected true or false")
+        if (table := self.num_speculative_tokens_per_batch_size) is not None:
+            table = parse_draft_table(table, self.num_speculative_tokens)
+            object.__setattr__(self, "num_speculative_tokens_per_batch_size", table)
         if self.synthetic_acceptance_rates is not None:
             object.__setattr__(self, "synthetic_acceptance_rates", tuple(self.synthetic_acceptance_rates))
         self._check_synthetic()
@@ -141,6 +148,8 @@ class EngineConfig:
     max_cudagraph_capture_size is the most rows (K + 1 a request) of a step that is captured, None for up to 1024, 0 for
     none.
     kv_cache_dtype fp8 keeps keys and values of target and drafter in float8 (e4m3, with scale 1): half the memory.
+    dynamic_speculation: choose by load how many of num_speculative_tokens drafts to make (a CPU only); None: where it
+    can be done.
     """
 
     max_model_len: int | None = None
@@ -159,8 +168,11 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_logprobs: int = 20
     seed: int = 0
+    dynamic_speculation: bool | None = False
 
     def __post_init__(self) -> None:
+        if self.dynamic_speculation not in (None, True, False):
+            raise InputError(f"dynamic_speculation: got {self.dynamic_speculation!r}, expected True, False or None")
         for name in ("max_num_seqs", "block_size", "num_scheduler_steps"):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks"):
