@@ -294,7 +294,7 @@ def test_steps_are_timed_at_the_start(target: Target) -> None:
     assert engine.draft_planner is not None
     assert (length := engine.draft_planner.length) is not None
     for k in (0, 1, K):
-        assert length.costs[k].numbers == [1, 4]  # 16 are more than max_num_seqs
+        assert length.costs[k].numbers == [1, 4]
     assert length.make_up_seconds > 0
     assert length.rates == [0.6] * K
     assert engine.draft_planner.held is None
@@ -381,6 +381,7 @@ def test_what_is_learned_from_a_step() -> None:
     requests[0].drafter_computed = 99
     planner.plan(requests, plan)
     planner.observe(plan, StepResult([[1] * 4, [1]], [3, 0], [K, K]), 2.0)
-    assert length.costs[K].at(2) == 2.0
+    planner.observe(plan, StepResult([[1] * 4, [1]], [3, 0], [K, K]), 1.5)
+    assert length.costs[K].at(2) == 1.5
     assert length.rates[0] == pytest.approx(0.6, abs=0.1)
     assert length.rates[1] > 0.6

@@ -17,12 +17,16 @@ PRIOR_RATE = 0.6  # a position's acceptance once those before it were accepted, 
 PRIOR_WEIGHT = 8  # observations that the prior stands for
 WINDOW = 200  # observations that the moving average of a rate goes over
 SCOUT_EVERY = 16  # steps from one request that drafts all K to the next
-SCOUT_WEIGHT = 1 / 16  # of an observation at a position that is seen by scouts only
+SCOUT_WEIGHT = 1 / 32  # of an observation at a position that is seen by scouts only
 MARGIN = 1.03  # speculation must promise so much more than plain decoding
 LOCAL, COMMON = 0.15, 0.05  # how fast a cost follows what is observed, and all the others with it
-OPTIMISM = 1 / 3000  # by how much an unused k gets cheaper a step
+OPTIMISM = 1 / 5000  # by how much an unused k gets cheaper a step
 LARGEST_SURPRISE = 1.25  # a step that takes longer, or is faster, counts as this: something else went on
 MAKE_UP_STEPS = 64  # over so many steps, or as many as were put off, making up the drafter's missing rows must pay
+
+
+def is_near(a: int, b: int) -> bool:
+    return a <= 1.5 * b and b <= 1.5 * a
 
 
 class StepCosts:
@@ -31,6 +35,7 @@ class StepCosts:
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.seconds: list[float] = []
+        self._first: tuple[int, float] | None = None  # seen once, at a number that is far from all others
 
     def at(self, number: float) -> float:
         """Raises IndexError before anything is known."""
@@ -54,9 +59,13 @@ class StepCosts:
 
     def observe(self, number: int, seconds: float) -> float:
         """Let the costs around a number follow what was observed; returns observed over expected, within limits."""
-        near = [x for x in self.numbers if number <= 1.5 * x and x <= 1.5 * number]
-        if not near:
-            self.seed(number, seconds)
+        if not any(is_near(number, x) for x in self.numbers):
+            # the first step of a shape is slower than those to come
+            if self._first is not None and is_near(number, self._first[0]):
+                self.seed(number, min(seconds, self._first[1]))
+                self._first = None
+            else:
+                self._first = number, seconds
             return 1.0
         ratio = min(max(seconds / self.at(number), 1 / LARGEST_SURPRISE), LARGEST_SURPRISE)
         i = min(range(len(self.numbers)), key=lambda j: abs(self.numbers[j] - number))
