@@ -41,11 +41,13 @@ def changing(engine: Engine, pattern: Sequence[int], scout_every: int = 0) -> li
     assert planner is not None
     numbers: Iterator[int] = cycle(pattern)
 
-    def choose(num_requests: int, rows_behind: int) -> tuple[int, bool]:
+    def choose(num_requests: int) -> int:
         used.append(next(numbers))
-        return used[-1], scout_every > 0 and len(used) % scout_every == 0
+        return used[-1]
 
     planner._choose = choose  # type: ignore[method-assign]
+    planner._scouts = lambda *_: scout_every > 0 and len(used) % scout_every == 0  # type: ignore[method-assign]
+    planner._joins = lambda *_: True  # type: ignore[method-assign]
     return used
 
 
@@ -282,8 +284,7 @@ def test_it_learns_while_it_runs(target: Target, plain: list[list[int]], kind: s
     assert (length := engine.draft_planner.length) is not None
     for prompt, answer, request in zip(SEQUENCES, plain, run(engine, SEQUENCES, greedy(40)), strict=True):
         assert_same(target, prompt, answer, request.output_token_ids)
-    assert length.costs[0].numbers
-    assert length.costs[K].numbers
+    assert length.costs.numbers
     assert length.rates[0] < 0.6  # a random head
     assert length.steps == engine.stats.num_steps
 
@@ -293,8 +294,7 @@ def test_steps_are_timed_at_the_start(target: Target) -> None:
     engine.capture()
     assert engine.draft_planner is not None
     assert (length := engine.draft_planner.length) is not None
-    for k in (0, 1, K):
-        assert length.costs[k].numbers == [1, 4]
+    assert length.costs.numbers == [1, 4]
     assert length.make_up_seconds > 0
     assert length.rates == [0.6] * K
     assert engine.draft_planner.held is None
@@ -333,9 +333,8 @@ def test_those_with_little_to_make_up_draft_first(monkeypatch: pytest.MonkeyPatc
 
 def test_a_scout_is_one_request_that_drafts_all_it_may() -> None:
     length = DraftLength(K)
-    length.costs[0].seed(1, 1.0)
-    length.costs[K].seed(1, 9.0)
-    length.steps = 1000
+    length.costs.add(1, {0: 1.0, K: 9.0})
+    length._scout_seconds = length.steps = 1000
     planner = DraftPlanner(length=length)
     requests = [request(4), request(2), request(0, k=0)]
     plan = decoding(requests)
@@ -346,25 +345,42 @@ def test_a_scout_is_one_request_that_drafts_all_it_may() -> None:
     assert plan.drafting.wanted == [0, 0, 0]
 
 
+def test_who_drafts_when_it_pays() -> None:
+    length = DraftLength(K)
+    length.costs.add(1, {0: 1.0, K: 1.3})
+    length.make_up_seconds = 0.1
+    planner = DraftPlanner(length=length)
+    new = request(99)  # as one whose prompt has not run
+    new.num_computed = 0
+    requests = [request(0), request(1), request(60), new]
+    plan = decoding(requests)
+    plan.starts[3], plan.query_lens[3], plan.samples[3] = 0, 50, False
+    planner.plan(requests, plan)
+    assert plan.drafting is not None
+    assert plan.drafting.runs == [True, True, False, False]
+    length.make_up_seconds = 0.0001
+    planner.plan(requests, plan)
+    assert plan.drafting.runs == [True] * 4
+
+
 def test_only_steady_steps_are_timed() -> None:
-    def k(wanted: list[int], drafts: list[int], make_up: int = 0, prompt_rows: int = 0) -> int | None:
+    def k(wanted: list[int], drafts: list[int], prompt_rows: int = 0) -> float | None:
         n = len(wanted)
         plan = StepPlan(
             lanes=list(range(n)),
             query_lens=[1 + d + prompt_rows for d in drafts],
             num_drafts=drafts,
             samples=[True] * n,
-            drafting=DraftingPlan(wanted, [w > 0 for w in wanted], [0] * n, [make_up] + [0] * (n - 1)),
+            drafting=DraftingPlan(wanted, [w > 0 for w in wanted], [0] * n, [0] * n),
         )
         return steady_drafts(plan)
 
     assert k([0, 0], [0, 0]) == 0
-    assert k([2] * 20, [2] * 19 + [0]) == 2  # one of many has no room left
+    assert k([2] * 20, [2] * 19 + [0]) == 1.95  # one of many has no room left
+    assert k([3, 0], [3, 0]) == 1.5  # one of two drafts
     assert k([2, 2], [2, 0]) is None
     assert k([3, 3], [2, 2]) is None
     assert k([0, 0], [3, 3]) is None
-    assert k([0, 3], [0, 3]) is None
-    assert k([2, 2], [2, 2], make_up=4) is None
     assert k([2, 2], [2, 2], prompt_rows=5) is None
 
 
@@ -376,12 +392,11 @@ def test_what_is_learned_from_a_step() -> None:
     planner.plan(requests, plan)  # nothing is known: K for all
     planner.observe(plan, StepResult([[1], [1]], [0, 0], [K, K], make_up_seconds=0.4), 1.0)
     assert length.make_up_seconds == pytest.approx(0.02)
-    assert not length.costs[K].numbers
+    assert length.costs.untried() == K
     plan.num_drafts, plan.query_lens = [K, K], [1 + K] * 2
     requests[0].drafter_computed = 99
     planner.plan(requests, plan)
     planner.observe(plan, StepResult([[1] * 4, [1]], [3, 0], [K, K]), 2.0)
-    planner.observe(plan, StepResult([[1] * 4, [1]], [3, 0], [K, K]), 1.5)
-    assert length.costs[K].at(2) == 1.5
+    assert length.costs.untried() == 0
     assert length.rates[0] == pytest.approx(0.6, abs=0.1)
     assert length.rates[1] > 0.6

@@ -81,7 +81,8 @@ def p_values(
     if changing_k:
         assert engine.draft_planner is not None
         numbers = cycle(changing_k)
-        monkeypatch.setattr(engine.draft_planner, "_choose", lambda *_: (next(numbers), False))
+        monkeypatch.setattr(engine.draft_planner, "_choose", lambda _: next(numbers))
+        monkeypatch.setattr(engine.draft_planner, "_joins", lambda *_: True)
     # what a head proposes does not matter here, so none is run
     monkeypatch.setattr(engine.runner.draft_pass, "propose", lambda _batch, v: DRAFTS.expand(len(v.num_drafts), -1))
     params = SamplingParams(max_tokens=3, temperature=TEMPERATURE, top_p=top_p)

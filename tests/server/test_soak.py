@@ -64,7 +64,9 @@ def test_tiny_models(start: Start, target: Target, kind: str | None, steps: int,
     if changing:
         draw = random.Random(5)
         assert engine.draft_planner is not None
-        engine.draft_planner._choose = lambda *_: (draw.randrange(K + 1), draw.random() < 0.1)  # type: ignore[method-assign]
+        engine.draft_planner._joins = lambda *_: True  # type: ignore[method-assign]
+        engine.draft_planner._scouts = lambda *_: draw.random() < 0.1  # type: ignore[method-assign]
+        engine.draft_planner._choose = lambda _: draw.randrange(K + 1)  # type: ignore[method-assign]
     server = start(engine, max_queue=3 * CLIENTS)
     plain = tiny_engine(target, None)
     dice = random.Random(11)

@@ -12,19 +12,22 @@ from peagle.engine.request import Request
 # Most drafter rows that a step makes up: nobody waits long for those of a request that did not draft for long.
 MAKE_UP_ROWS = 256
 MEASURED_ROWS = 16  # fewer say nothing of what a row takes
+SAME_DRAFTS = 0.25  # a request; if proposed and verified drafts differ by more, the step is between two loads
 
 
 class DraftPlanner:
     """Writes a plan's `drafting`. The number of drafts is a table's, by the number of requests in the step, or what
     `length` chooses; exactly one of the two is given.
 
-    held: a number of drafts that counts instead, while steps are timed at start-up.
+    held: a number of drafts that counts instead, while steps are timed at start-up; timed: the shortest of these steps,
+    by requests and drafts.
     """
 
     def __init__(self, table: DraftTable | None = None, length: DraftLength | None = None) -> None:
         assert (table is None) != (length is None)
         self.table, self.length = table, length
         self.held: int | None = None
+        self.timed: dict[tuple[int, int], float] = {}
 
     def plan(self, requests: Sequence[Request], plan: StepPlan) -> None:
         """Decide which requests of a plan draft, and how much.
@@ -32,37 +35,50 @@ class DraftPlanner:
         Where no drafts are wanted the drafter's rows are put off. A request that is to draft first makes up its own, a
         limited number a step, those with the fewest before the others; until it has none left it decodes plainly.
         """
-        speculates = [request.num_speculative_tokens > 0 for request in requests]
-        behind = [max(start - r.drafter_computed, 0) for start, r in zip(plan.starts, requests, strict=True)]
-        rows_behind = sum(n for n, s in zip(behind, speculates, strict=True) if s)
-        k, scouts = self._choose(len(requests), rows_behind)
         count, room = len(requests), MAKE_UP_ROWS
+        behind = [max(start - r.drafter_computed, 0) for start, r in zip(plan.starts, requests, strict=True)]
+        k = self._choose(count)
         drafting = DraftingPlan(
             [0] * count, [False] * count, [request.drafter_computed for request in requests], [0] * count
         )
         # a prompt's rows are no drafts yet, so a scout is one that chooses a token
-        order = sorted(range(count), key=lambda i: (not plan.samples[i], behind[i]))
+        order = sorted(
+            (i for i in range(count) if requests[i].num_speculative_tokens > 0),
+            key=lambda i: (not plan.samples[i], behind[i]),
+        )
+        joins = {i for i in order if k > 0 and self._joins(requests[i], count, k)}
+        scout = order[0] if order and self._scouts(count, k if joins else 0, behind[order[0]]) else None
         for i in order:
-            own = requests[i].num_speculative_tokens
-            if own == 0 or (k == 0 and not scouts):
+            if i not in joins and i != scout:
                 continue
-            wanted = own if scouts else min(k, own)
-            scouts = False
+            own = requests[i].num_speculative_tokens
+            wanted = own if i == scout else min(k, own)
             drafting.make_up[i] = min(behind[i], room)
             room -= drafting.make_up[i]
             if drafting.make_up[i] == behind[i]:
                 drafting.runs[i], drafting.wanted[i] = True, wanted
         plan.drafting = drafting
 
-    def _choose(self, num_requests: int, rows_behind: int) -> tuple[int, bool]:
-        """The number of drafts, and whether one request is to draft more."""
+    def _choose(self, num_requests: int) -> int:
+        """How many drafts a request gets."""
         if self.held is not None:
-            return self.held, False
+            return self.held
         if self.length is None:
             assert self.table is not None
-            return drafts_at(self.table, num_requests), False
-        k = self.length.choose(num_requests, rows_behind)
-        return k, self.length.scouts(k)
+            return drafts_at(self.table, num_requests)
+        return self.length.choose(num_requests)
+
+    def _scouts(self, num_requests: int, k: int, rows_behind: int) -> bool:
+        """Whether one request is to draft more."""
+        return self.held is None and self.length is not None and self.length.scouts(num_requests, k, rows_behind)
+
+    def _joins(self, request: Request, num_requests: int, k: int) -> bool:
+        """Whether it pays for a request to draft; the rows of a prompt that is still to be run cost like others."""
+        if self.held is not None or self.length is None:
+            return True
+        known = len(request.token_ids)
+        rows, left = known - 1 - request.drafter_computed, request.max_total_tokens - known
+        return self.length.pays(num_requests, k, max(rows, 0), left)
 
     def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Learn from a step that took so many seconds."""
@@ -72,30 +88,25 @@ class DraftPlanner:
         made_up = sum(plan.drafting.make_up)
         if made_up >= MEASURED_ROWS:
             self.length.observe_make_up(made_up, result.make_up_seconds)
-        k = steady_drafts(plan)
+        mean, count = steady_drafts(plan), len(plan.lanes)
+        seconds -= result.make_up_seconds
         if self.held is not None:
-            if k == self.held:
-                self.length.costs[k].seed(len(plan.lanes), seconds)
+            if mean == self.held:
+                self.timed[count, self.held] = min(self.timed.get((count, self.held), seconds), seconds)
             return
         for drafted, accepted in zip(plan.num_drafts, result.num_accepted, strict=True):
             if drafted:
                 self.length.observe_drafts(drafted, accepted)
-        if k is not None:
-            self.length.observe_step(len(plan.lanes), k, seconds)
+        if mean is not None:
+            self.length.costs.observe(count, mean, seconds)
 
 
-def steady_drafts(plan: StepPlan) -> int | None:
-    """The k of a step in which every request verifies k drafts and gets k new ones, None for any other.
-
-    A few requests may draft less, near their length limits.
-    """
+def steady_drafts(plan: StepPlan) -> float | None:
+    """How many drafts a request has in the mean, in a step that only decodes and in which about as many are proposed as
+    are verified; None for any other."""
     assert plan.drafting is not None
-    wanted, runs = plan.drafting.wanted, plan.drafting.runs
-    k = wanted[0]
-    decodes = all(plan.samples) and all(
-        rows == 1 + drafts for rows, drafts in zip(plan.query_lens, plan.num_drafts, strict=True)
-    )
-    if not decodes or any(plan.drafting.make_up) or any(n != k for n in wanted) or any(run != (k > 0) for run in runs):
+    rows = zip(plan.query_lens, plan.num_drafts, strict=True)
+    if not all(plan.samples) or any(length != 1 + drafts for length, drafts in rows):
         return None
-    drafts = sum(plan.num_drafts)
-    return k if max(plan.num_drafts) <= k and drafts >= 0.9 * k * len(wanted) else None
+    verified, wanted = sum(plan.num_drafts) / len(plan.lanes), sum(plan.drafting.wanted) / len(plan.lanes)
+    return (verified + wanted) / 2 if abs(verified - wanted) <= SAME_DRAFTS else None

@@ -17,35 +17,35 @@ STEPS = 3  # of each kind; the first of its shape is slower and the fastest coun
 
 
 def time_steps(engine: Engine, budget_seconds: float = BUDGET_SECONDS) -> None:
-    """Run made-up requests, first one and then four at once, without drafts, with all K and with one.
+    """Run made-up requests, first one and then four at once, without drafts and with all K.
 
     What would not be done in time is left out: it is learned while the engine runs. A large model on a slow machine
-    is so timed with few requests only.
+    is so timed with one request only, or not at all.
     """
     planner = engine.draft_planner
     if planner is None or planner.length is None:
         return
-    length, most = planner.length, engine.num_speculative_tokens
-    end = time.monotonic() + budget_seconds
-    answer = (most + 1) * 4 * STEPS
-    room = engine.max_model_len - PROMPT_TOKENS - answer
+    most, end = engine.num_speculative_tokens, time.monotonic() + budget_seconds
+    answer = (most + 1) * 2 * (1 + STEPS)
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True, seed=0)
+    if PROMPT_TOKENS + answer > engine.max_model_len:
+        return
     for count in NUM_REQUESTS:
-        if count > engine.config.max_num_seqs or room < 0:
+        if count > engine.config.max_num_seqs:
             break
         names = [f"start-up-{i}" for i in range(count)]
         for name in names:
             engine.add_request(name, [0] * PROMPT_TOKENS, params)
-        for held in (0, most, 1) if most > 1 else (0, 1):
+        for held in (0, most):
             planner.held = held
-            steps = 1 + STEPS  # the first one is no steady one
-            # how long a step took with fewer requests says at least how long this one will
-            known = length.costs[held].seconds or length.costs[0].seconds
-            if known and time.monotonic() + steps * known[-1] > end:
+            if time.monotonic() + (1 + STEPS) * min(planner.timed.values(), default=0.0) > end:
                 break
-            for _ in range(steps):
+            for _ in range(1 + STEPS):  # the first one is no steady one
                 engine.step()
         planner.held = None
         for name in names:
             engine.abort(name)
+        measured = {k: planner.timed[count, k] for k in (0, most) if (count, k) in planner.timed}
+        if len(measured) == 2:
+            planner.length.costs.add(count, measured)
     engine.stats.reset()
