@@ -79,3 +79,12 @@ def test_a_new_load_needs_two_looks_and_tells_of_all_k() -> None:
     assert costs.numbers == [1, 16]
     assert [costs.at(16, k) for k in (0, K)] == [3, 6]
     assert costs.at(1, 0) == 1
+    for _ in range(2):
+        costs.observe(64, K, 40.0)
+    assert costs.numbers == [1, 16, 64]
+    assert costs.at(64, K) == 40
+    assert costs.at(64, 0) == 10  # a quarter of the rows
+    assert costs.at(64, 1) == 20
+    for _ in range(2):
+        costs.observe(256, 1, 60.0)
+    assert costs.at(256, 0) == pytest.approx(10 + 7 / 48 * 192)  # as was expected: more than half of it

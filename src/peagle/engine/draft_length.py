@@ -18,7 +18,7 @@ PRIOR_WEIGHT = 8  # observations that the prior stands for
 WINDOW = 200  # observations that the moving average of a rate goes over
 RARE = 16  # steps at least from one scout to the next: a position that was not seen for so long is seen by them only,
 RARE_WEIGHT = 1 / 16  # and each of these counts for more
-SCOUT_SHARE = 1 / 100  # of the time goes into scouts, at most
+SCOUT_SHARE = 1 / 200  # of the time goes into scouts, at most
 MARGIN = 1.03  # speculation must promise so much more than plain decoding
 STEPS_AHEAD = 64  # a request is taken to go on for so many steps, or as many as it has behind it, if it may
 

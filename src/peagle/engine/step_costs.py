@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-LOCAL, COMMON = 0.15, 0.05  # how fast a cost follows what is observed, and all the others with it
+LOCAL, COMMON = 0.1, 0.2  # how fast a cost follows what is observed, and all the others with it
 LARGEST_SURPRISE = 1.25  # a step that takes longer, or is faster, counts as this: something else went on
 OPTIMISM = 1 / 5000  # by how much an unused k gets cheaper a step
 WHOLE = 0.25  # so near to a whole number of drafts counts as it, where nothing is known yet
@@ -89,13 +89,20 @@ class StepCosts:
         self.seconds = [[cost * ratio**COMMON for cost in row] for row in self.seconds]
 
     def _observe_new(self, number: int, k: int, seconds: float) -> None:
-        """At a load that was not seen before: the second look counts, since the first step of a shape is slower. The
-        other k are taken to be dearer or cheaper than expected by as much."""
+        """At a load that was not seen before: the second look counts, since the first step of a shape is slower.
+
+        A larger k is taken to be dearer or cheaper than expected by as much; of a smaller one the least is expected
+        that it can be, its share of the rows, for what looks too dear is not tried.
+        """
         before, self._new = self._new, (number, k, seconds)
         if before is None or before[1] != k or not is_near(number, before[0]):
             return
-        ratio = min(seconds, before[2]) / self.at(number, k)
-        self.add(number, {j: self.at(number, j) * ratio for j in range(self.max_drafts + 1)})
+        seconds = min(seconds, before[2])
+        ratio = seconds / self.at(number, k)
+        row = {j: self.at(number, j) * ratio for j in range(self.max_drafts + 1)}
+        for j in range(k):
+            row[j] = min(row[j], max(self.at(number, j), seconds * (j + 1) / (k + 1)))
+        self.add(number, row)
         self._new = None
 
     def _around(self, number: int) -> list[tuple[int, float]]:
