@@ -19,7 +19,7 @@ HALF_MAX = torch.finfo(torch.float16).max
 
 
 class HalfLinear(nn.Module):
-    """Inference-only CPU linear, fp32 rows [..., in] to [..., out]. `weight` stays where others read it, else it goes."""
+    """Inference-only fp32 CPU linear, rows [..., T, in] to [..., T, out]. `weight` stays where others read it."""
 
     def __init__(self, linear: nn.Linear, keep_weight: bool = False) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def pack_half(weight: Tensor, bias: Tensor | None = None) -> torch.ScriptObject:
 
 
 def run_half(x: Tensor, packed: torch.ScriptObject) -> Tensor:
-    """Rows [..., in] -> [..., out]."""
+    """Rows [..., T, in] -> [..., T, out]; a single row needs its dimension too."""
     return torch.ops.quantized.linear_dynamic_fp16(x, packed)
 
 
