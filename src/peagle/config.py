@@ -8,9 +8,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from peagle.errors import InputError
+
+WeightDtype = Literal["auto", "target", "float16"]
 
 
 def _check_positive(name: str, value: object, or_none: bool = False) -> None:
@@ -28,6 +30,10 @@ class SpeculativeConfig:
     rejection_sample_method "synthetic", for benchmarks only, accepts drafts whatever they are, so that what comes out
     is no text: either by synthetic_acceptance_rates, per position how often it and all before it are accepted, or by
     synthetic_acceptance_length, the mean number of tokens a step (1 to num_speculative_tokens + 1).
+
+    draft_weight_dtype (not in vLLM): how the drafter's weights, and the LM head as it reads it, are kept: "target" in
+    the target's dtype, "float16" halved, which only a CPU with a float32 target can; "auto" halves them where that is
+    so. The output stays the target's either way.
     """
 
     model: str
@@ -37,6 +43,7 @@ class SpeculativeConfig:
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
+    draft_weight_dtype: WeightDtype = "auto"
 
     def __post_init__(self) -> None:
         if self.method != "eagle3":
@@ -46,6 +53,9 @@ class SpeculativeConfig:
             raise InputError(f"model: got {self.model!r}, expected a head's folder or Hub id")
         if self.parallel_drafting not in (None, True, False):
             raise InputError(f"parallel_drafting: got {self.parallel_drafting!r}, expected true or false")
+        if self.draft_weight_dtype not in get_args(WeightDtype):
+            choices = ", ".join(get_args(WeightDtype))
+            raise InputError(f"draft_weight_dtype: got {self.draft_weight_dtype!r}, expected one of {choices}")
         if self.synthetic_acceptance_rates is not None:
             object.__setattr__(self, "synthetic_acceptance_rates", tuple(self.synthetic_acceptance_rates))
         self._check_synthetic()
