@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peagle.config import TrainConfig
 from peagle.target import Target, load_target
 from peagle.training.attention import RowAttention
-from peagle.training.batches import prefetch
 from peagle.training.encode import encode_packs
 from peagle.training.partition import forward_chunk
+from peagle.training.prefetch import prefetch
 from peagle.training.timing import Marks
 from peagle.training.trainer import Trainer
 

@@ -28,7 +28,7 @@ from peagle.target.loading import load_target
 from peagle.target.model import Target
 from peagle.training.attention import BLOCK, choose_backend
 from peagle.training.average import WeightAverage, local
-from peagle.training.batches import Answers, BatchMaker, Schedule, StepBatch, prefetch, scan_answers, split_validation
+from peagle.training.batches import BatchMaker, StepBatch
 from peagle.training.checkpoints import checkpoint_folders, load_latest, save_checkpoint
 from peagle.training.chunks import Chunk, round_up
 from peagle.training.distributed import World, join, leave
@@ -47,7 +47,10 @@ from peagle.training.optimizer import Optimizer
 from peagle.training.partition import PassResult, train_pack
 from peagle.training.plots import plot_run
 from peagle.training.precision import ComputeCopy
+from peagle.training.prefetch import prefetch
 from peagle.training.progress import ProgressBar
+from peagle.training.scan import Answers, scan_answers, split_validation
+from peagle.training.schedule import Schedule
 from peagle.training.sharded import ShardedDrafter, full, load_optimizer, load_tensors, load_weights, whole
 from peagle.training.signals import stop_signals
 from peagle.training.state_cache import StateCache

@@ -18,10 +18,11 @@ from tqdm import tqdm
 from peagle.data.shards import replacing
 from peagle.errors import InputError
 from peagle.target.model import Target
-from peagle.training.batches import Answers, group_spans, scan_answers
 from peagle.training.encode import call_overhead, encode_packs
+from peagle.training.encode_groups import group_spans
 from peagle.training.identity import target_identity
 from peagle.training.memory import fits
+from peagle.training.scan import Answers, scan_answers
 from peagle.training.states import (
     PLAN_FILE,
     StatesPlan,
