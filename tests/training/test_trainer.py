@@ -108,12 +108,12 @@ def test_resume_gives_the_same_losses(tmp_path: Path, optimizer: str) -> None:
     train_on(config(tmp_path / "whole", log_every=2, optimizer=optimizer), target, answers, say=quiet)
     part = config(tmp_path / "part", log_every=2, max_steps=12, save_every=5, optimizer=optimizer)
     # a crash: an exception out of the middle of a step, after the checkpoint of step 5
-    from peagle.training import trainer
+    from peagle.training import target_states
 
     class Crash(Exception):
         pass
 
-    real, calls = trainer.encode_packs, []
+    real, calls = target_states.encode_packs, []
 
     def crashing(*args: Any) -> Any:
         calls.append(1)
@@ -121,12 +121,12 @@ def test_resume_gives_the_same_losses(tmp_path: Path, optimizer: str) -> None:
             raise Crash
         return real(*args)
 
-    trainer.encode_packs = crashing
+    target_states.encode_packs = crashing
     try:
         with pytest.raises(Crash):
             train_on(part, target, answers, say=quiet)
     finally:
-        trainer.encode_packs = real
+        target_states.encode_packs = real
     assert metrics(tmp_path / "part")[-1]["step"] == 8
     result = train_on(part, target, answers, say=quiet)
     assert result is not None

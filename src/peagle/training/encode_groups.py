@@ -1,4 +1,4 @@
-"""Documents that the target reads in one call: of similar length, right-padded, with their tokens' places in the packs."""
+"""Documents that the target reads in one call: of similar length, right-padded, their tokens' places in the packs."""
 
 from __future__ import annotations
 
