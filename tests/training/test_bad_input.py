@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from peagle.data.dataset import target_facts
+from peagle.data.metadata import target_facts
 from peagle.data.shards import Answer, prepare_folder, write_shard
 from peagle.errors import InputError
 from peagle.training import step, target_states

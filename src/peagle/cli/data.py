@@ -272,7 +272,7 @@ def check(
     from transformers import AutoTokenizer
 
     from peagle.data.chat_format import ChatFormat
-    from peagle.data.contamination import check_dataset
+    from peagle.data.check import check_dataset
     from peagle.data.dataset import open_dataset
     from peagle.target.loading import resolve_model
 
