@@ -18,7 +18,8 @@ import torch
 
 from peagle.data.dataset import open_dataset
 from peagle.target import load_target
-from peagle.training.states import StoredStates, from_fp8
+from peagle.training.fp8 import from_fp8
+from peagle.training.states import StoredStates
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

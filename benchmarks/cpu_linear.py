@@ -1,6 +1,6 @@
-"""Why the CPU path packs its linears: one decoding step's products, plain and packed, over the number of rows.
+"""Why the CPU path packs its linears, and halves a drafter's: one decoding step's products over the number of rows.
 
-usage: python benchmarks/cpu_linear.py [--threads 2]      prints milliseconds (median of 15) and the ratio
+usage: python benchmarks/cpu_linear.py [--threads 2]      prints milliseconds (median of 15) and ratios
 """
 
 import argparse
@@ -10,6 +10,7 @@ import time
 import torch
 from torch import nn
 
+from peagle.kernels.half_linear import HalfLinear
 from peagle.kernels.packed_linear import PackedLinear
 
 # SmolLM2-135M: q, k, v, o, gate, up, down of 30 layers, and the LM head
@@ -34,10 +35,11 @@ def main() -> None:
     with torch.inference_mode():
         plain = [nn.Linear(i, o, bias=False) for i, o in SHAPES]
         packed = [PackedLinear(layer, keep_weight=False) for layer in plain]
-        print("rows  plain ms  packed ms  ratio")
+        half = [HalfLinear(layer) for layer in plain]
+        print("rows  plain ms  packed ms  ratio  float16 ms  ratio")
         for rows in (1, 2, 4, 8, 16, 32, 64, 256):
-            a, b = median_ms(plain, rows), median_ms(packed, rows)
-            print(f"{rows:4}  {a:8.1f}  {b:9.1f}  {a / b:5.2f}")
+            a, b, c = (median_ms(layers, rows) for layers in (plain, packed, half))
+            print(f"{rows:4}  {a:8.1f}  {b:9.1f}  {a / b:5.2f}  {c:10.1f}  {b / c:5.2f}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peagle.config import TrainConfig
 from peagle.target import Target, load_target
 from peagle.training.attention import RowAttention
-from peagle.training.batches import prefetch
-from peagle.training.encode import encode_packs
+from peagle.training.distributed import World
 from peagle.training.partition import forward_chunk
+from peagle.training.prefetch import prefetch
+from peagle.training.prepare import Run, prepare
+from peagle.training.prove import prove_attention
+from peagle.training.step import pack_gradients, train_step
 from peagle.training.timing import Marks
-from peagle.training.trainer import Trainer
 
 
 @dataclass
@@ -77,24 +79,23 @@ def timed(device: str, name: str, repeats: int, function) -> None:  # type: igno
     print(f"    {name:<34}{1e3 * (time.perf_counter() - began) / repeats:9.1f} ms")
 
 
-def check(trainer: Trainer, batch) -> None:  # type: ignore[no-untyped-def]
-    """One pack's loss and gradients with the trainer's attention and with the dense one."""
-    n = trainer.config.pack_length
-    ids = trainer.drafter.config.aux_hidden_state_layer_ids
-    aux, hidden = encode_packs(trainer.target, batch.groups, n * len(batch.packs), ids, trainer.dtype)
+def check(run: Run, batch) -> None:  # type: ignore[no-untyped-def]
+    """One pack's loss and gradients with the run's attention and with the dense one."""
+    plan, weights, target = run.plan, run.weights, run.target_states.target
+    n = plan.config.pack_length
+    aux, hidden = run.target_states.read(batch, 0, len(batch.packs))
     found = []
-    backend = trainer.backend
-    for name in (backend, "dense"):
-        trainer.backend = name
-        loss = float(trainer.train_pack(batch.packs[0], aux[:n], hidden[:n]).loss)
-        found.append((loss, torch.cat([p.grad.flatten() for p in trainer.parameters])))
-        trainer.optimizer.zero_grad()
-    trainer.backend = backend
+    for backend in (plan.backend, "dense"):
+        on = replace(plan, backend=backend)
+        loss = float(pack_gradients(on, weights, target, batch.packs[0], aux[:n], hidden[:n]).loss)
+        found.append((loss, torch.cat([p.grad.flatten() for p in weights.parameters])))
+        weights.optimizer.zero_grad()
     error = float((found[0][1] - found[1][1]).norm() / found[1][1].norm())
-    print(f"    {backend} against dense: loss {found[0][0]:.6f} {found[1][0]:.6f}, gradients differ by {error:.2e}")
+    losses = f"{found[0][0]:.6f} {found[1][0]:.6f}"
+    print(f"    {plan.backend} against dense: loss {losses}, gradients differ by {error:.2e}")
 
 
-def run(args: argparse.Namespace, target: Target, kind: str) -> None:
+def measure(args: argparse.Namespace, target: Target, kind: str) -> None:
     device = target.device.type
     config = TrainConfig(
         target="-", data="-", output=tempfile.gettempdir() + "/peagle-benchmark-unused", kind=kind,
@@ -104,34 +105,34 @@ def run(args: argparse.Namespace, target: Target, kind: str) -> None:
         validation_documents=0, max_steps=10**6,
     )  # fmt: skip
     answers = Answers(args.documents, min(args.longest, args.pack_length), target.vocab_size)
-    trainer = Trainer(config, target, answers, say=lambda text: print("   ", text))
+    run = prepare(config, target, answers, lambda text: print("   ", text), World())
+    weights, target_states, state = run.weights, run.target_states, run.state
     began = time.perf_counter()
-    trainer.prove_attention()
+    plan = run.plan = prove_attention(run.plan, weights, target_states, 0)
     synchronize(device)
     print(f"    first pack, compilation included: {time.perf_counter() - began:.1f} s")
-    batches = prefetch(trainer.maker, trainer.schedule, 0, None, device == "cuda")
+    batches = prefetch(plan.maker, plan.schedule, 0, None, device == "cuda")
     if args.check:
-        check(trainer, next(batches).to(target.device))
+        check(run, next(batches).to(target.device))
     for _ in range(args.warmup):
-        trainer.train_step(next(batches), 1e-4)
+        train_step(plan, weights, target_states, state, next(batches), 1e-4)
     synchronize(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began, tokens, rows, waited = time.perf_counter(), 0, 0, 0.0
-    trainer.mark = marks = Marks(target.device)
+    marks = Marks(target.device)
     marks("start")
     for _ in range(args.steps):
         asked = time.perf_counter()
         batch = next(batches)
         waited += time.perf_counter() - asked
-        trainer.train_step(batch, 1e-4)
+        train_step(plan, weights, target_states, state, batch, 1e-4, marks)
         tokens, rows = tokens + batch.tokens, rows + batch.rows
     synchronize(device)
     seconds = time.perf_counter() - began
     peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if device == "cuda" else ""
     print(f"  {kind}: {tokens / seconds:,.0f} tokens/s, {rows / seconds:,.0f} supervised rows/s, "
           f"{1e3 * seconds / args.steps:.0f} ms a step{peak}")  # fmt: skip
-    trainer.mark = lambda _name: None
     for name, spent in marks.seconds().items():
         print(f"    {name:<34}{1e3 * spent / args.steps:9.1f} ms a step{100 * spent / seconds:6.1f} %")
     print(f"    {'the host waited for a batch':<34}{1e3 * waited / args.steps:9.1f} ms a step")
@@ -139,32 +140,31 @@ def run(args: argparse.Namespace, target: Target, kind: str) -> None:
     # the parts of a step, one after another
     host = next(batches)
     began = time.perf_counter()
-    packs = trainer.schedule.epoch(0)[0]
-    trainer.maker.make(0, packs, 1)
+    packs = plan.schedule.epoch(0)[0]
+    plan.maker.make(0, packs, 1)
     print(f"    {'making a batch (own thread)':<34}{1e3 * (time.perf_counter() - began):9.1f} ms")
     batch = host.to(target.device)
-    n, ids = config.pack_length, trainer.drafter.config.aux_hidden_state_layer_ids
-    states = lambda: encode_packs(target, batch.groups, n * len(batch.packs), ids, trainer.dtype)  # noqa: E731
+    n = config.pack_length
+    states = lambda: target_states.read(batch, 0, len(batch.packs))  # noqa: E731
     timed(device, f"target states, {len(batch.groups)} calls", 3, states)
     aux, hidden = states()
     chunk = batch.packs[0][0]
 
     def forward() -> None:
         with torch.no_grad():
-            forward_chunk(trainer.copy.compute, chunk, aux[:n], RowAttention(chunk, trainer.backend))
+            forward_chunk(weights.copy.compute, chunk, aux[:n], RowAttention(chunk, plan.backend))
 
     if len(batch.packs[0]) == 1:
         timed(device, "drafter forward, one pack", 3, forward)
-    timed(
-        device, "forward, loss, backward, one pack", 3, lambda: trainer.train_pack(batch.packs[0], aux[:n], hidden[:n])
-    )
-    trainer.optimizer.zero_grad()
+    one = lambda: pack_gradients(plan, weights, target, batch.packs[0], aux[:n], hidden[:n])  # noqa: E731
+    timed(device, "forward, loss, backward, one pack", 3, one)
+    weights.optimizer.zero_grad()
     if args.profile:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as profile:
-            trainer.train_step(host, 1e-4)
+            train_step(plan, weights, target_states, state, host, 1e-4)
             synchronize(device)
         key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
         print(profile.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=60))
@@ -196,7 +196,7 @@ def main() -> None:
     args = parser.parse_args()
     target = load_target(args.target, device=args.device) if args.target else smollm2_shaped(args.device)
     for kind in args.kinds.split(","):
-        run(args, target, kind)
+        measure(args, target, kind)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args(argv)
 
-    from peagle.bench.acceptance import Chat
+    from peagle.bench.conversations import Chat
     from peagle.bench.json_file import check_writable, write_json
     from peagle.bench.machine import machine_facts
     from peagle.bench.tables import align

@@ -8,10 +8,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from peagle.draft_table import DraftTable, parse_draft_table
 from peagle.errors import InputError
+
+WeightDtype = Literal["auto", "target", "float16"]
 
 
 def _check_positive(name: str, value: object, or_none: bool = False) -> None:
@@ -31,6 +33,10 @@ class SpeculativeConfig:
     synthetic_acceptance_length, the mean number of tokens a step (1 to num_speculative_tokens + 1).
 
     num_speculative_tokens_per_batch_size: (first batch size, last, draft tokens) each, see `peagle.draft_table`.
+
+    draft_weight_dtype (not in vLLM): how the drafter's weights, and the LM head as it reads it, are kept: "target" in
+    the target's dtype, "float16" halved, which only a CPU with a float32 target can; "auto" halves them where that is
+    so. The output stays the target's either way.
     """
 
     model: str
@@ -41,6 +47,7 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
     num_speculative_tokens_per_batch_size: DraftTable | None = None
+    draft_weight_dtype: WeightDtype = "auto"
 
     def __post_init__(self) -> None:
         if self.method != "eagle3":
@@ -53,6 +60,9 @@ class SpeculativeConfig:
         if (table := self.num_speculative_tokens_per_batch_size) is not None:
             table = parse_draft_table(table, self.num_speculative_tokens)
             object.__setattr__(self, "num_speculative_tokens_per_batch_size", table)
+        if self.draft_weight_dtype not in get_args(WeightDtype):
+            choices = ", ".join(get_args(WeightDtype))
+            raise InputError(f"draft_weight_dtype: got {self.draft_weight_dtype!r}, expected one of {choices}")
         if self.synthetic_acceptance_rates is not None:
             object.__setattr__(self, "synthetic_acceptance_rates", tuple(self.synthetic_acceptance_rates))
         self._check_synthetic()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peagle.bench.acceptance import Chat
 from peagle.bench.answer_check import check_answers, check_phrase
+from peagle.bench.conversations import Chat
 from peagle.bench.in_process import run_in_process
 from peagle.bench.load_client import Sampling
 from peagle.bench.questions import Questions

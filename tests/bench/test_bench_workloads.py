@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from peagle.bench.acceptance import Chat
+from peagle.bench.conversations import Chat
 from peagle.bench.questions import Questions
 from peagle.bench.records import Record
 from peagle.bench.target_text import read_target_text

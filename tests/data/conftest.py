@@ -1,7 +1,9 @@
 """A tiny tokenizer with a chat template, and an engine that answers from a script instead of a model."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,25 @@ TEMPLATE = (
 )
 SPECIALS = ["<|pad|>", "<|start|>", "<|end|>"]
 END = 2
+STORY = (
+    "Compose an engaging travel blog post about a recent trip to the moon, highlighting low gravity experiences and "
+    "must-see craters."
+)
+SUM = (
+    "Mara has 12 baskets with 7 apples each. She sells 30 apples in the morning and twice as many in the afternoon. "
+    "How many apples does she have left?"
+)
+STUB = (
+    "from typing import List\n\n\ndef far_apart_elements(numbers: List[float], threshold: float) -> bool:\n"
+    '    """ Check if in given list of numbers, any two are farther apart than the threshold.\n'
+    "    >>> far_apart_elements([1.0, 2.0], 0.5)\n    True\n"
+    '    """\n'
+)
+PRIME = (
+    'def is_prime(n):\n    """Return true if a given number is prime, and false otherwise.\n'
+    '    >>> is_prime(6)\n    False\n    """\n'
+)
+FOLLOW_UP = "Can you parallelize it?"
 
 
 def make_tokenizer(extra: tuple[str, ...] = (), template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
@@ -87,3 +108,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def chat(tokenizer: PreTrainedTokenizerFast) -> ChatFormat:
     return ChatFormat(tokenizer, [END])
+
+
+@pytest.fixture
+def eval_files(tmp_path: Path) -> list[str]:
+    """Evaluation files with the prompts above, in three forms."""
+    (tmp_path / "mt.jsonl").write_text(json.dumps({"turns": [STORY, FOLLOW_UP]}) + "\n")
+    (tmp_path / "maths.jsonl").write_text(json.dumps({"question": SUM, "answer": "#### -6"}) + "\n")
+    (tmp_path / "code.jsonl").write_text(json.dumps({"prompt": STUB}) + "\n" + json.dumps({"prompt": PRIME}) + "\n")
+    return [str(tmp_path / name) for name in ("mt.jsonl", "maths.jsonl", "code.jsonl")]

@@ -1,7 +1,8 @@
 import pytest
 
 from peagle.data.answers import AnswerSettings, parse_temperature, temperatures_of, write_answers
-from peagle.data.dataset import open_dataset, target_facts
+from peagle.data.dataset import open_dataset
+from peagle.data.metadata import target_facts
 from peagle.data.prompts import make_prompt
 from peagle.data.shards import ShardWriter, answered_prompts, prepare_folder
 from peagle.errors import InputError

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.cli.data import data_app
-from peagle.data.dataset import target_facts
+from peagle.data.metadata import target_facts
 from peagle.data.shards import Answer, prepare_folder, write_shard
 from peagle.errors import InputError
 

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from peagle.data.dataset import open_dataset, target_facts
+from peagle.data.dataset import open_dataset
 from peagle.data.lengths import format_table, length_table, plot_lengths, summarise, table_as_json
+from peagle.data.metadata import target_facts
 from peagle.data.shards import Answer, prepare_folder, write_shard
 
 

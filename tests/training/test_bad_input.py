@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from peagle.data.dataset import target_facts
+from peagle.data.metadata import target_facts
 from peagle.data.shards import Answer, prepare_folder, write_shard
 from peagle.errors import InputError
-from peagle.training import trainer
+from peagle.training import step, target_states
 from peagle.training.memory import fits
 from peagle.training.trainer import train, train_on
 
@@ -80,18 +81,24 @@ NO_HOST_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAll
 
 @pytest.mark.parametrize("error", [NO_GPU_MEMORY, NO_HOST_MEMORY])
 @pytest.mark.parametrize(
-    ("function", "flags"),
-    [("train_pack", "chunk of 16 anchors with 32 rows .*lower --chunk-size first, then --loss-rows"),
-     ("encode_packs", "documents of up to 64 tokens .*lower --pack-length, or read --hidden-states")],
+    ("module", "function", "flags"),
+    [(step, "train_pack", "chunk of 16 anchors with 32 rows .*lower --chunk-size first, then --loss-rows"),
+     (target_states, "encode_packs", "documents of up to 64 tokens .*lower --pack-length, or read --hidden-states")],
 )  # fmt: skip
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_too_little_memory_says_which_flag_to_lower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, function: str, flags: str, dry_run: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    module: ModuleType,
+    function: str,
+    flags: str,
+    dry_run: bool,
 ) -> None:
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(trainer, function, fail)
+    monkeypatch.setattr(module, function, fail)
     settings = config(tmp_path, chunk_size=16, loss_rows=32)
     with pytest.raises(InputError, match=flags) as caught:
         train_on(settings, tiny_target(), listed_answers(30), dry_run=dry_run, say=quiet)

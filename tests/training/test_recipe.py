@@ -1,4 +1,4 @@
-"""Schedules, weights by depth, the moving average, and acceptance without repeating text."""
+"""Weights by depth, the moving average, and acceptance without repeating text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from peagle.drafter import load_drafter
 from peagle.errors import InputError
 from peagle.training.average import WeightAverage
 from peagle.training.chunks import make_loss_rows
-from peagle.training.learning_rate import learning_rate_factor
 from peagle.training.loops import repeating
 from peagle.training.trainer import train_on
 from peagle.training.validate import joint_matches
@@ -48,13 +47,6 @@ def test_validation_reports_loops(tmp_path: Path) -> None:
     found = metrics(tmp_path)[-1]
     assert found["validation_loop_share"] > 0.7
     assert 1.0 <= found["validation_acceptance_length_without_loops"] <= 4.0
-
-
-def test_wsd_is_flat_then_linear() -> None:
-    factors = [learning_rate_factor(50, p, 10, 0.1, 0.4) for p in (0.0, 0.6, 0.8, 1.0)]
-    assert factors == pytest.approx([1.0, 1.0, 0.55, 0.1])
-    assert learning_rate_factor(4, 0.0, 10, 0.1, 0.4) == pytest.approx(0.5)
-    assert learning_rate_factor(50, 1.0, 10, 0.1, 0.0) == pytest.approx(1.0)
 
 
 def test_average_follows_and_steps_aside() -> None:

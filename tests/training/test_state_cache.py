@@ -10,7 +10,7 @@ import torch
 
 from peagle.drafter.checkpoint import load_drafter
 from peagle.errors import InputError
-from peagle.training import trainer
+from peagle.training import target_states
 from peagle.training.state_cache import Placed, StateCache
 from peagle.training.trainer import train_on
 
@@ -57,13 +57,13 @@ def test_takes_memory_once_and_no_more_than_all_tokens_need() -> None:
 def test_a_run_of_several_epochs_gives_the_same_head(tmp_path: Path, gib: float, monkeypatch: Any) -> None:
     """Also when only some documents fit: a step's states come from one place or the other."""
     target, answers = tiny_target(), listed_answers(20)
-    real, calls = trainer.encode_packs, []
+    real, calls = target_states.encode_packs, []
 
     def counting(*args: Any) -> Any:
         calls.append(1)
         return real(*args)
 
-    monkeypatch.setattr(trainer, "encode_packs", counting)
+    monkeypatch.setattr(target_states, "encode_packs", counting)
     settings = config(tmp_path / "cached", max_steps=None, epochs=3, state_cache_gib=gib, validation_documents=0)
     result = train_on(settings, target, answers, say=quiet)
     assert result is not None

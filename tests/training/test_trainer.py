@@ -1,15 +1,9 @@
-"""Whole runs on a tiny target: learning, resuming to the same losses, refusing what must not be mixed."""
+"""Whole runs on a tiny target: learning, logs, the head that is written."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +14,6 @@ import torch
 from peagle.config import TrainConfig
 from peagle.drafter import load_drafter
 from peagle.errors import InputError
-from peagle.training.learning_rate import learning_rate_factor
 from peagle.training.trainer import train_on
 
 from .helpers import ListedAnswers, ListedExample, listed_answers, tiny_target
@@ -102,125 +95,6 @@ def test_head_overfits_a_few_answers(tmp_path: Path, kind: str, loss: str) -> No
     assert min(accuracy) > 0.9, accuracy
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resume_gives_the_same_losses(tmp_path: Path, optimizer: str) -> None:
-    target, answers = tiny_target(), listed_answers(40)
-    train_on(config(tmp_path / "whole", log_every=2, optimizer=optimizer), target, answers, say=quiet)
-    part = config(tmp_path / "part", log_every=2, max_steps=12, save_every=5, optimizer=optimizer)
-    # a crash: an exception out of the middle of a step, after the checkpoint of step 5
-    from peagle.training import trainer
-
-    class Crash(Exception):
-        pass
-
-    real, calls = trainer.encode_packs, []
-
-    def crashing(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) > 10:  # eight steps and a validation of two packs
-            raise Crash
-        return real(*args)
-
-    trainer.encode_packs = crashing
-    try:
-        with pytest.raises(Crash):
-            train_on(part, target, answers, say=quiet)
-    finally:
-        trainer.encode_packs = real
-    assert metrics(tmp_path / "part")[-1]["step"] == 8
-    result = train_on(part, target, answers, say=quiet)
-    assert result is not None
-    assert metrics(tmp_path / "part") == metrics(tmp_path / "whole")
-    whole, again = (load_drafter(tmp_path / name / "head").state_dict() for name in ("whole", "part"))
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-
-
-CHILD = """
-import sys
-sys.path[:0] = {paths!r}
-import torch
-torch.set_num_threads(1)
-from training.helpers import listed_answers, tiny_target
-from training.test_trainer import config
-from pathlib import Path
-from peagle.training.trainer import train_on
-settings = config(Path({output!r}), max_steps={steps}, save_every=3)
-result = train_on(settings, tiny_target(), listed_answers(40))
-sys.exit(0 if result.finished else 3)
-"""
-
-
-def start(output: Path, steps: int) -> subprocess.Popen[bytes]:
-    here = Path(__file__).resolve().parents[1]
-    code = textwrap.dedent(CHILD).format(paths=[str(here), str(here.parent / "src")], output=str(output), steps=steps)
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ)
-    )
-
-
-def wait_for_step(output: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended before it could be stopped"
-        file = output / "metrics.jsonl"
-        if file.exists() and len(file.read_text().splitlines()) > step:
-            return
-        time.sleep(0.02)
-    raise AssertionError("the run did not get going")
-
-
-def test_killed_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
-    steps = 25
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the other process: sums depend on it
-    train_on(config(tmp_path / "whole", max_steps=steps, save_every=3), tiny_target(), listed_answers(40), say=quiet)
-    torch.set_num_threads(threads)
-    killed = start(tmp_path / "killed", steps)
-    wait_for_step(tmp_path / "killed", 10, killed)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait(60)
-    assert not (tmp_path / "killed" / "head").exists()
-    assert start(tmp_path / "killed", steps).wait(300) == 0
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-
-
-def test_sigterm_leaves_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
-    process = start(tmp_path / "run", 100000)
-    wait_for_step(tmp_path / "run", 4, process)
-    process.terminate()
-    assert process.wait(60) == 3
-    last = [line["step"] for line in metrics(tmp_path / "run") if "loss" in line][-1]
-    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}").is_dir()
-    assert not (tmp_path / "run" / "head").exists()
-
-
-def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    target, answers = tiny_target(), listed_answers(40)
-    train_on(config(tmp_path, save_every=4, max_steps=8), target, answers, say=quiet)
-    newest = sorted((tmp_path / "checkpoints").iterdir())[-1] / "state.pt"
-    newest.write_bytes(newest.read_bytes()[:1000])
-    said: list[str] = []
-    with pytest.warns(UserWarning, match="cannot be read"):
-        train_on(config(tmp_path, save_every=4, max_steps=10), target, answers, say=said.append)
-    assert "resumed at step 4" in said
-
-
-def test_resume_refuses_other_settings_and_other_data(tmp_path: Path) -> None:
-    target, answers = tiny_target(), listed_answers(40)
-    train_on(config(tmp_path, max_steps=2), target, answers, say=quiet)
-    with pytest.raises(InputError, match=r"lr: 0.003 -> 0.001; k_train: 4 -> 5|k_train: 4 -> 5; lr: 0.003 -> 0.001"):
-        train_on(config(tmp_path, max_steps=2, lr=1e-3, k_train=5), target, answers, say=quiet)
-    with pytest.raises(InputError, match="data: fingerprint"):
-        train_on(config(tmp_path), target, ListedAnswers(answers.examples, "other"), say=quiet)
-    with pytest.raises(InputError, match="target: fingerprint"):
-        train_on(config(tmp_path), tiny_target(seed=9), answers, say=quiet)
-    with pytest.raises(InputError, match="holds a run already"):
-        train_on(config(tmp_path, resume="never"), target, answers, say=quiet)
-    result = train_on(config(tmp_path, max_steps=3), target, answers, say=quiet)  # a limit may change
-    assert result is not None
-    assert result.steps == 3
-
-
 def test_clock_ends_a_run_with_its_decay_done(tmp_path: Path) -> None:
     settings = config(tmp_path, max_steps=None, max_minutes=0.03, log_every=1, min_lr_ratio=0.1, warmup_steps=1)
     result = train_on(settings, tiny_target(), listed_answers(40), say=quiet)
@@ -229,26 +103,6 @@ def test_clock_ends_a_run_with_its_decay_done(tmp_path: Path) -> None:
     rates = [line["lr"] for line in metrics(tmp_path) if "lr" in line]
     assert rates[-1] < 0.3 * settings.lr
     assert all(a >= b for a, b in itertools.pairwise(rates))
-
-
-def test_learning_rate() -> None:
-    assert learning_rate_factor(0, 0.0, 10, 0.1) == pytest.approx(0.1)
-    assert learning_rate_factor(9, 0.0, 10, 0.1) == pytest.approx(1.0)
-    assert learning_rate_factor(50, 0.5, 10, 0.1) == pytest.approx(0.55)
-    assert learning_rate_factor(99, 1.0, 10, 0.1) == pytest.approx(0.1)
-    assert learning_rate_factor(0, 0.0, 0, 0.1) == pytest.approx(1.0)
-
-
-def test_dry_run_says_and_writes_nothing(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert train_on(config(tmp_path / "run"), tiny_target(), listed_answers(40), dry_run=True, say=said.append) is None
-    assert not (tmp_path / "run").exists()
-    text = "\n".join(said)
-    assert "parameters to train" in text
-    assert "12 steps" in text
-    assert "memory: peak" in text
-    assert "time:" in text
-    assert "tokens" in text
 
 
 def test_reduced_vocabulary_and_own_embeddings(tmp_path: Path) -> None:

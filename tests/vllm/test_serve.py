@@ -180,6 +180,9 @@ def test_settings():
         "num_speculative_tokens": 5,
         "method": "eagle3",
     }
+    assert "draft_weight_dtype" not in parse_settings(
+        '{"model": "a", "num_speculative_tokens": 5, "draft_weight_dtype": "auto"}'
+    )
     for bad, message in (
         ("{", "expected a JSON object"),
         ("[]", "expected a JSON object"),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peagle.bench import endpoints, server_commands
-from peagle.bench.acceptance import Chat
 from peagle.bench.arms import GivenEndpoint, Setup
+from peagle.bench.conversations import Chat
 from peagle.bench.counters import cache_between, spec_between
 from peagle.bench.in_process import run_in_process
 from peagle.bench.load_client import Endpoint, OnRecord, Sampling, run_load

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from peagle.bench.acceptance import EngineLike
 from peagle.bench.compare import Difference, difference
+from peagle.bench.conversations import EngineLike
 from peagle.bench.demo_prompts import DemoPrompt
 from peagle.engine.sampling_params import SamplingParams
 from peagle.engine.stats import SpecMetrics

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.bench import demo
-from peagle.bench.acceptance import Chat
 from peagle.bench.compare import Difference, describe
+from peagle.bench.conversations import Chat
 from peagle.bench.demo_prompts import DEMO_PROMPTS, DemoPrompt
 from peagle.bench.demo_screen import PlainScreen, make_screen
 from peagle.bench.machine import machine_facts, machine_line

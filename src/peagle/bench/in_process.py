@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from peagle.bench.acceptance import EngineLike
+from peagle.bench.conversations import EngineLike
 from peagle.bench.load_client import Sampling
 from peagle.bench.questions import Question, Questions
 from peagle.bench.records import Record, Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.bench.acceptance import Chat, Turn
+from peagle.bench.conversations import Chat, Turn
 from peagle.bench.records import Record
 from peagle.bench.workloads import Workload
 from peagle.errors import InputError

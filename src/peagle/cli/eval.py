@@ -11,7 +11,8 @@ import typer
 from peagle.errors import InputError
 
 if TYPE_CHECKING:
-    from peagle.bench.acceptance import Answers, PromptSet
+    from peagle.bench.acceptance import PromptSet
+    from peagle.bench.conversations import Answers
 
 
 def parse_ks(text: str) -> list[int]:

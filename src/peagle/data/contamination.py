@@ -13,19 +13,14 @@ A training turn is refused when it is too close to a turn of an evaluation file,
 - `task`: code, or a request for code, whose description says what an evaluation prompt's docstring says.
 """
 
-import re
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from peagle.data.chat_format import ChatFormat
-from peagle.data.dataset import AnswerDataset
+from peagle.data.comparable import Comparable, comparable, grams, plain_name
 from peagle.data.prompts import Prompt, load_prompts
-from peagle.errors import InputError
 
 LONG_GRAM = 13
-SHORT_GRAM = 5
 MIN_CONTAINED_WORDS = 6  # a shorter evaluation turn ("Can you parallelize it?") counts only when it is the whole turn
 MIN_PART_WORDS = 10  # a training turn that is a mere part of an evaluation turn needs this many words
 JACCARD = 0.5
@@ -33,31 +28,6 @@ COVERED = 0.6
 WORDS_SHARED = 0.8
 MIN_WORDS = 8
 DOCSTRING_SHARED = 0.2
-MAX_REQUEST_WORDS = 60
-
-_WORD = re.compile(r"\w+")
-_DEFINITION = re.compile(
-    r"\b(?:def|func|function|fun)\s+(\w+)\s*\(|^sub\s+(\w+)|\b(\w+)\s*=\s*function\b|(?:>>>|>|irb>)\s*(\w+)\s*\(|"
-    r"`(\w+)\(|\b(?:function|method)(?:\s+(?:called|named))?\s+`(\w+)`|\bfunction\s+(?:called|named)\s+(\w+)",
-    re.MULTILINE,
-)
-_DOCSTRING = re.compile(r'"""(.*?)(?:>>>|""")|\'\'\'(.*?)(?:>>>|\'\'\')', re.S)
-_COMMENT = re.compile(r"^\s*(?:/\*\*?|\*|//+|#+(?!include))\s*(.*\w.*)$")
-_EXAMPLE = re.compile(r">>>|^\s*(?:\*|//+|#)\s*(?:php |irb)?>|\bexamples?:", re.I)
-_BOILERPLATE = re.compile(r"\byou are an expert\b|\bcode should be written\b", re.I)
-_ASKS_FOR_CODE = re.compile(r"\b(?:functions?|program|code|script|method|python)\b", re.I)
-_STOP_WORDS = frozenset(
-    _WORD.findall(
-        """
-        an and are as at be by for from function given ha has have in is it its thi list method of on or python return
-        returns string should than that the their them then there these this to was which will with write
-        you your if not element number find using program input output true false otherwise check
-        whether implement create code script take determine into th nth ruby perl php go golang java javascript
-        typescript scala kotlin swift example can please how do me my we could would provide snippet help need
-        following
-        """
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +37,6 @@ class Match:
     rule: str
     eval_source: str
     eval_text: str
-
-
-@dataclass(slots=True)
-class _Entry:
-    source: str
-    text: str
-    words: list[str]
-    distinct: frozenset[str]
-    joined: str
-    short_grams: frozenset[str]
-    functions: frozenset[str]
-    description: frozenset[str]
 
 
 @dataclass
@@ -103,7 +61,7 @@ class ContaminationGuard:
     """Index of evaluation prompts; `match` answers whether a training turn is too close to one of them."""
 
     def __init__(self, prompts: Iterable[Prompt]):
-        self._entries: list[_Entry] = []
+        self._entries: list[Comparable] = []
         self._exact: dict[str, int] = {}
         self._long: dict[str, int] = {}
         self._short: dict[str, set[int]] = defaultdict(set)
@@ -112,7 +70,7 @@ class ContaminationGuard:
         self._by_description: dict[str, set[int]] = defaultdict(set)
         for prompt in prompts:
             for turn in prompt.turns:
-                self._index(_entry(prompt.source, turn))
+                self._index(comparable(prompt.source, turn))
 
     @classmethod
     def from_files(cls, sources: Sequence[str]) -> "ContaminationGuard":
@@ -126,11 +84,11 @@ class ContaminationGuard:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _index(self, entry: _Entry) -> None:
+    def _index(self, entry: Comparable) -> None:
         number = len(self._entries)
         self._entries.append(entry)
         self._exact.setdefault(entry.joined, number)
-        for gram in _grams(entry.words, LONG_GRAM):
+        for gram in grams(entry.words, LONG_GRAM):
             self._long.setdefault(gram, number)
         for gram in entry.short_grams:
             self._short[gram].add(number)
@@ -143,7 +101,7 @@ class ContaminationGuard:
 
     def match(self, text: str) -> Match | None:
         """The first rule that `text`, one user turn, breaks; None if it is clear of all evaluation prompts."""
-        mine = _entry("", text)
+        mine = comparable("", text)
         if not mine.words:
             return None
         found = (
@@ -163,17 +121,17 @@ class ContaminationGuard:
         """`match` over all turns of a prompt."""
         return next((found for turn in prompt.turns if (found := self.match(turn)) is not None), None)
 
-    def _match_exact(self, mine: _Entry) -> tuple[str, int] | None:
+    def _match_exact(self, mine: Comparable) -> tuple[str, int] | None:
         number = self._exact.get(mine.joined)
         return None if number is None else ("exact", number)
 
-    def _match_long(self, mine: _Entry) -> tuple[str, int] | None:
-        for gram in _grams(mine.words, LONG_GRAM):
+    def _match_long(self, mine: Comparable) -> tuple[str, int] | None:
+        for gram in grams(mine.words, LONG_GRAM):
             if gram in self._long:
                 return "13-gram", self._long[gram]
         return None
 
-    def _match_short(self, mine: _Entry) -> tuple[str, int] | None:
+    def _match_short(self, mine: Comparable) -> tuple[str, int] | None:
         shared: Counter[int] = Counter()
         for gram in mine.short_grams:
             shared.update(self._short.get(gram, ()))
@@ -189,7 +147,7 @@ class ContaminationGuard:
                 return "5-gram", number
         return None
 
-    def _match_words(self, mine: _Entry) -> tuple[str, int] | None:
+    def _match_words(self, mine: Comparable) -> tuple[str, int] | None:
         if len(mine.distinct) < MIN_WORDS:
             return None
         shared: Counter[int] = Counter()
@@ -202,7 +160,7 @@ class ContaminationGuard:
                 return "words", number
         return None
 
-    def _match_function(self, mine: _Entry) -> tuple[str, int] | None:
+    def _match_function(self, mine: Comparable) -> tuple[str, int] | None:
         for name in mine.functions:
             for number in self._by_function.get(name, ()):
                 entry = self._entries[number]
@@ -212,11 +170,11 @@ class ContaminationGuard:
                     return "function", number
         for word in mine.distinct:
             if word.count("_") >= 2:
-                for number in self._by_function.get(_function_name(word), ()):
+                for number in self._by_function.get(plain_name(word), ()):
                     return "function", number
         return None
 
-    def _match_task(self, mine: _Entry) -> tuple[str, int] | None:
+    def _match_task(self, mine: Comparable) -> tuple[str, int] | None:
         candidates = {number for word in mine.description for number in self._by_description.get(word, ())}
         for number in sorted(candidates):
             theirs = self._entries[number].description
@@ -235,84 +193,3 @@ class ContaminationGuard:
             elif report is not None:
                 report.add(prompt.source, prompt.turns[0], match)
         return kept
-
-
-def check_dataset(dataset: AnswerDataset, eval_files: Sequence[str], chat: ChatFormat) -> int:
-    """Check every user turn of a data set against evaluation files; returns how many turns were looked at.
-
-    Raises:
-        InputError: a turn is too close to an evaluation prompt; names the turn, its source, the rule and that prompt.
-    """
-    guard = ContaminationGuard.from_files(eval_files)
-    seen: set[str] = set()
-    for index, example in enumerate(dataset):
-        for ids in user_turns(example.input_ids.tolist(), example.answer_mask.tolist()):
-            text = chat.user_words(chat.tokenizer.decode(ids, skip_special_tokens=False))
-            if text in seen:
-                continue
-            seen.add(text)
-            match = guard.match(text)
-            if match is not None:
-                raise InputError(
-                    f"{dataset.folders[0]}: example {index} of source {dataset.sources[index]!r} (prompt_id "
-                    f"{dataset.prompt_ids[index]}) is too close to an evaluation prompt of {match.eval_source!r} by "
-                    f"the rule {match.rule!r}: {text[:200]!r} against {match.eval_text[:200]!r}"
-                )
-    return len(seen)
-
-
-def normalise(text: str) -> list[str]:
-    """Lower-case words and numbers of a text, without punctuation and with compatibility characters unified."""
-    return _WORD.findall(unicodedata.normalize("NFKC", text).lower().replace("'", "").replace("\u2019", ""))
-
-
-def _entry(source: str, text: str) -> _Entry:
-    words = normalise(text)
-    functions = {_function_name(name) for groups in _DEFINITION.findall(text) for name in groups if name}
-    return _Entry(
-        source=source,
-        text=text,
-        words=words,
-        distinct=frozenset(words),
-        joined=" ".join(words),
-        short_grams=frozenset(_grams(words, SHORT_GRAM)),
-        functions=frozenset(functions),
-        description=_description(text, words),
-    )
-
-
-def _description(text: str, words: list[str]) -> frozenset[str]:
-    """Content words of what the code is to do: docstrings, else comments before the examples, else a short request."""
-    documented = " ".join(part for groups in _DOCSTRING.findall(text) for part in groups)
-    if not documented:
-        for line in text.splitlines():
-            if _EXAMPLE.search(line):
-                break
-            comment = _COMMENT.match(line)
-            if comment and not _BOILERPLATE.search(line):
-                documented += " " + comment[1]
-    if not documented and len(words) <= MAX_REQUEST_WORDS and _ASKS_FOR_CODE.search(text):
-        documented = text
-    stems = (word.removesuffix("s") if len(word) > 3 else word for word in normalise(documented))
-    return frozenset(stem for stem in stems if len(stem) > 1 and stem not in _STOP_WORDS)
-
-
-def _function_name(name: str) -> str:
-    return name.replace("_", "").lower()
-
-
-def _grams(words: Sequence[str], size: int) -> list[str]:
-    return [" ".join(words[i : i + size]) for i in range(len(words) - size + 1)]
-
-
-def user_turns(input_ids: Sequence[int], answer_mask: Sequence[bool]) -> list[list[int]]:
-    """Runs of tokens that are no answer tokens: the prompt and every later user turn, with the template around them."""
-    runs: list[list[int]] = []
-    previous = True
-    for token, answered in zip(input_ids, answer_mask, strict=True):
-        if not answered:
-            if previous:
-                runs.append([])
-            runs[-1].append(token)
-        previous = bool(answered)
-    return runs

@@ -6,7 +6,6 @@ size, fingerprints of tokenizer and chat template, and how the answers were made
 """
 
 import hashlib
-import json
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -18,10 +17,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from peagle.data.metadata import (
+    check_same_target,
+    read_metadata,
+    template_fingerprint,
+    tokenizer_fingerprint,
+)
 from peagle.errors import InputError
 
-FORMAT_VERSION = 1
-METADATA_FILE = "dataset.json"
 SHARD_GLOB = "answers-*.parquet"
 DIGEST_KEY = b"peagle.digest"
 SCHEMA = pyarrow.schema(
@@ -176,60 +179,6 @@ def open_dataset(path: str | Path | Sequence[str | Path], cache_bytes: int = 4 <
 def shard_files(folder: Path) -> list[Path]:
     """The folder's finished shards, by name."""
     return sorted(folder.glob(SHARD_GLOB))
-
-
-def read_metadata(folder: Path) -> dict[str, Any]:
-    """`dataset.json` of a folder.
-
-    Raises:
-        InputError: it is missing, unreadable, of another format version, or lacks the target's facts.
-    """
-    file = folder / METADATA_FILE
-    if not file.is_file():
-        raise InputError(f"{folder}: no {METADATA_FILE} in it; expected a folder written by `peagle data generate`")
-    try:
-        metadata = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: not JSON: {error}") from error
-    version = metadata.get("format_version") if isinstance(metadata, dict) else None
-    if version != FORMAT_VERSION:
-        raise InputError(f"{file}: format_version is {version!r}, expected {FORMAT_VERSION}")
-    target = metadata.get("target")
-    for key in ("name", "vocab_size", "tokenizer", "chat_template"):
-        if not isinstance(target, dict) or key not in target:
-            raise InputError(f"{file}: target.{key} is missing")
-    return dict(metadata)
-
-
-def check_same_target(metadata: dict[str, Any], expected: dict[str, Any], where: str, expected_where: str) -> None:
-    """Raise InputError unless both data sets are written in the same tokenizer's ids."""
-    mine, other = metadata["target"], expected["target"]
-    if (mine["tokenizer"], mine["vocab_size"]) != (other["tokenizer"], other["vocab_size"]):
-        raise InputError(f"{where} was made with {mine['name']}, {expected_where} with {other['name']}: two tokenizers")
-
-
-def target_facts(name: str, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-    """The `target` entry of `dataset.json`."""
-    return {
-        "name": name,
-        "vocab_size": vocab_size,
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "chat_template": template_fingerprint(tokenizer),
-    }
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash of which text each token id stands for; independent of special-token settings and of the file layout."""
-    digest = hashlib.sha256()
-    for text, token in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{token}\0{text}\0".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()[:32]
-
-
-def template_fingerprint(tokenizer: Any) -> str:
-    """Hash of the chat template's text."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    return hashlib.sha256(json.dumps(template).encode()).hexdigest()[:32]
 
 
 def content_digest(input_ids: np.ndarray, answer_mask: np.ndarray, offsets: np.ndarray) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from peagle.data.answers import AnswerReport, AnswerSettings, write_answers
 from peagle.data.chat_format import ChatFormat
 from peagle.data.contamination import ContaminationGuard, DropReport
-from peagle.data.dataset import target_facts
+from peagle.data.metadata import target_facts
 from peagle.data.prompts import Prompt, load_prompts
 from peagle.data.records import read_records
 from peagle.data.request_queue import EngineLike

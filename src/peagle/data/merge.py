@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from peagle.data.dataset import METADATA_FILE, check_same_target, open_dataset, read_metadata, shard_files
+from peagle.data.dataset import open_dataset, shard_files
+from peagle.data.metadata import METADATA_FILE, check_same_target, read_metadata
 from peagle.data.shards import Answer, ShardWriter, write_counts, write_metadata
 from peagle.errors import InputError
 

@@ -17,7 +17,8 @@ from typing import Any
 from tqdm import tqdm
 
 from peagle.data.chat_format import ChatFormat
-from peagle.data.contamination import ContaminationGuard, DropReport, normalise
+from peagle.data.comparable import normalise
+from peagle.data.contamination import ContaminationGuard, DropReport
 from peagle.data.prompts import Prompt, make_prompt
 from peagle.data.request_queue import EngineLike, RequestQueue
 from peagle.engine.sampling_params import SamplingParams

@@ -15,17 +15,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from peagle.data.dataset import (
-    DIGEST_KEY,
-    FORMAT_VERSION,
-    METADATA_FILE,
-    SCHEMA,
-    check_same_target,
-    content_digest,
-    read_metadata,
-    read_shard,
-    shard_files,
-)
+from peagle.data.dataset import DIGEST_KEY, SCHEMA, content_digest, read_shard, shard_files
+from peagle.data.metadata import FORMAT_VERSION, METADATA_FILE, check_same_target, read_metadata
 from peagle.errors import InputError
 
 

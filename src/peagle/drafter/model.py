@@ -140,7 +140,7 @@ class Drafter(nn.Module):
         self.rotary = make_rotary(config)
         # the target's: neither parameters nor saved
         self._shared: dict[str, Tensor] = {}
-        self._shared_lm_head: Callable[[Tensor], Tensor] | None = None
+        self._faster: dict[str, Callable[[Tensor], Tensor]] = {}  # other forms of them; a dict: no submodules either
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         """As nn.Module's, but RoPE's frequencies stay float32: rounded to bfloat16 they are wrong at long positions."""
@@ -166,13 +166,22 @@ class Drafter(nn.Module):
                 ids = self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.d2t.device))
                 head = head[ids.to(head.device)]
             self._shared["lm_head"] = head
-            self._shared_lm_head = lm_head if self.d2t is None else None
+            self._faster = {} if lm_head is None or self.d2t is not None else {"lm_head": lm_head}
+
+    def share_lm_head(self, lm_head: Callable[[Tensor], Tensor]) -> None:
+        """Use another form of the LM head that `bind` gave: rows [T, H] to logits [T, Vd].
+
+        Rows that `bind` copied out of the target's go, so that this is for inference only.
+        """
+        self._faster["lm_head"] = lm_head
+        if self.d2t is not None:
+            del self._shared["lm_head"]
 
     @property
     def bound(self) -> bool:
         """Whether `bind` has given this head the target's tensors that it lacks."""
         return (self.embed_tokens is not None or "embed_tokens" in self._shared) and (
-            self.lm_head is not None or "lm_head" in self._shared
+            self.lm_head is not None or "lm_head" in self._shared or "lm_head" in self._faster
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -219,8 +228,8 @@ class Drafter(nn.Module):
         """Normed rows [T, H] -> logits over the draft vocabulary [T, Vd]."""
         if self.lm_head is not None:  # the module, not its weight: the engine may have replaced it by a packed one
             return self.lm_head(normed)
-        if self._shared_lm_head is not None:
-            return self._shared_lm_head(normed)
+        if "lm_head" in self._faster:
+            return self._faster["lm_head"](normed)
         return F.linear(normed, self._shared["lm_head"])
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:

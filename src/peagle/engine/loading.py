@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config import EngineConfig, SpeculativeConfig, WeightDtype
 from peagle.drafter.checkpoint import check_fits, load_drafter
 from peagle.drafter.config import with_aux_layers
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
+from peagle.errors import InputError
+from peagle.kernels.half_linear import fits_half, halve_linears, has_half, pack_half, run_half
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
 from peagle.target.fused import fuse_decoder_layers
@@ -34,12 +37,37 @@ def prepare_for_inference(target: Target) -> None:
         pack_linears(target.model, keep=(target.model.get_output_embeddings(),))
 
 
-def prepare_drafter(drafter: Drafter, target: Target) -> Drafter:
-    """Bind a head to its target and make it ready for inference in place, as `prepare_for_inference` does."""
+def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype = "auto") -> Drafter:
+    """Bind a head to its target and make it ready for inference in place, as `prepare_for_inference` does.
+
+    weight_dtype: SpeculativeConfig's draft_weight_dtype. Raises InputError for float16 where there is none.
+    """
     drafter.bind(target.embed_weight, target.lm_head_weight, target.model.get_output_embeddings())
-    if target.device.type == "cpu" and target.dtype == torch.float32:
-        pack_linears(drafter, keep=tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None))
+    on_cpu = target.device.type == "cpu" and target.dtype == torch.float32
+    if weight_dtype == "float16" and not (on_cpu and has_half()):
+        raise InputError(
+            f"draft_weight_dtype: got 'float16' with a {str(target.dtype).removeprefix('torch.')} target on "
+            f"{target.device.type}, expected that only on a CPU with FBGEMM, in float32"
+        )
+    if on_cpu:
+        keep = tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None)
+        if weight_dtype != "target" and has_half():
+            halve_linears(drafter, keep)
+            halve_shared_lm_head(drafter, target)
+        pack_linears(drafter, keep)
     return drafter.requires_grad_(False)
+
+
+def halve_shared_lm_head(drafter: Drafter, target: Target) -> None:
+    """Give a head without its own LM head the target's with float16 weights: one copy for all heads of a target."""
+    if drafter.lm_head is not None or not fits_half(target.lm_head_weight):
+        return
+    if drafter.d2t is not None:
+        drafter.share_lm_head(partial(run_half, packed=pack_half(drafter.lm_head_weight())))
+        return
+    if target.draft_lm_head is None:
+        target.draft_lm_head = partial(run_half, packed=pack_half(target.lm_head_weight))
+    drafter.share_lm_head(target.draft_lm_head)
 
 
 def load_bound_drafter(target: Target, speculative: SpeculativeConfig) -> Drafter:
@@ -51,7 +79,7 @@ def load_bound_drafter(target: Target, speculative: SpeculativeConfig) -> Drafte
     check_fits(
         drafter.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )
-    return prepare_drafter(drafter, target)
+    return prepare_drafter(drafter, target, speculative.draft_weight_dtype)
 
 
 def load_engine(

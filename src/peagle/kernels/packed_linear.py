@@ -6,6 +6,8 @@ less. oneDNN lays the weight out once for such products. `docs/benchmarks.md` ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -40,10 +42,17 @@ def pack_linears(module: nn.Module, keep: tuple[nn.Module, ...] = ()) -> int:
     """
     if not can_pack():
         return 0
+    return replace_linears(module, lambda linear: PackedLinear(linear, any(linear is k for k in keep)))
+
+
+def replace_linears(module: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> int:
+    """Put what `make` returns in the place of every fp32 CPU nn.Linear below `module`, where it returns something."""
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
-                setattr(parent, name, PackedLinear(child, any(child is k for k in keep)))
-                count += 1
+                made = make(child)
+                if made is not None:
+                    setattr(parent, name, made)
+                    count += 1
     return count

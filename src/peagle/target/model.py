@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,6 +80,7 @@ class Target:
     name_or_path: str
     eos_token_ids: frozenset[int] = frozenset()
     total_layers: int | None = None  # where the model was loaded without them
+    draft_lm_head: Callable[[Tensor], Tensor] | None = None  # a faster, coarser LM head for drafts: rows to logits
     _captured: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peagle.target.model import Target
-from peagle.training.batches import EncodeGroup
+from peagle.training.encode_groups import EncodeGroup
 
 
 @torch.no_grad()

@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
+from peagle.config import TrainConfig
 from peagle.drafter.config import DrafterConfig
 from peagle.errors import InputError
 from peagle.training.attention import BLOCK, Backend
@@ -83,6 +85,37 @@ def choose_loss_rows(vocab_size: int, draft_vocab_size: int, device: torch.devic
     while rows > 16 and rows * row > room // 4:
         rows //= 2
     return rows
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Anchors of a chunk and rows of a slice of the loss."""
+
+    chunk_size: int
+    loss_rows: int
+
+
+def choose_sizes(
+    config: TrainConfig,
+    head: DrafterConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: Backend,
+    before: dict[str, int],
+) -> Sizes:
+    """Sizes that `config` names, else those of `before` (a run that goes on), else what fits into free memory."""
+    keep_rate = 1.0 if config.kind == "eagle3" else config.keep_rate
+    room, itemsize = budget(device), dtype.itemsize
+    chunk, rows = config.chunk_size, config.loss_rows
+    if chunk == "auto":
+        chunk = before.get("chunk_size") or choose_chunk_size(
+            head, config.pack_length, config.depths, keep_rate, backend, itemsize, room
+        )
+    if rows == "auto":
+        rows = before.get("loss_rows") or choose_loss_rows(
+            head.vocab_size, head.draft_vocab_size, device, itemsize, room
+        )
+    return Sizes(min(chunk, config.pack_length), rows)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,25 @@ class Validation:
     without_loops: float
     loop_share: float
     joint: tuple[float, ...] = ()
+
+    def log_values(self, step: int) -> dict[str, Any]:
+        """The line of metrics.jsonl."""
+        return {
+            "step": step,
+            "validation_loss": self.loss,
+            "validation_accuracy": self.accuracy,
+            "validation_acceptance_length": self.acceptance_length,
+            "validation_acceptance_length_without_loops": self.without_loops,
+            "validation_loop_share": self.loop_share,
+            "validation_joint_without_loops": list(self.joint),
+        }
+
+    def summary(self, step: int) -> str:
+        shown = " ".join("-" if a is None else f"{a:.3f}" for a in self.accuracy)
+        return (
+            f"step {step}: validation loss {self.loss:.4f}, acceptance length {self.acceptance_length:.3f} "
+            f"({self.without_loops:.3f} without the {self.loop_share:.0%} in repeating text), top-1 by depth {shown}"
+        )
 
 
 def joint_matches(rows: LossRows, matches: Tensor, depths: int, left_out: Tensor | None = None) -> Tensor:

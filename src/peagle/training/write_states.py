@@ -18,11 +18,13 @@ from tqdm import tqdm
 from peagle.data.shards import replacing
 from peagle.errors import InputError
 from peagle.target.model import Target
-from peagle.training.batches import Answers, group_spans, scan_answers
 from peagle.training.encode import call_overhead, encode_packs
+from peagle.training.encode_groups import group_spans
+from peagle.training.fp8 import to_fp8
 from peagle.training.identity import target_identity
 from peagle.training.memory import fits
-from peagle.training.states import (
+from peagle.training.scan import Answers, scan_answers
+from peagle.training.states_plan import (
     PLAN_FILE,
     StatesPlan,
     StoredDtype,
@@ -30,7 +32,6 @@ from peagle.training.states import (
     file_digest,
     is_finished,
     read_plan,
-    to_fp8,
 )
 
 # documents [D] as token ids -> aux [T, S H] and hidden [T, H] of all of them, one after another

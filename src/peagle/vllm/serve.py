@@ -131,8 +131,10 @@ def interpreter_of(script: str) -> str | None:
 def parse_settings(value: str | Mapping[str, Any] | SpeculativeConfig) -> dict[str, Any]:
     """vLLM's speculative config as a dict; only what this package needs of it is checked, the rest is vLLM's."""
     if isinstance(value, SpeculativeConfig):
-        return {key: content for key, content in asdict(value).items() if content not in (None, "standard")}
-    settings = speculative_settings(value)
+        settings = {key: content for key, content in asdict(value).items() if content not in (None, "standard")}
+    else:
+        settings = speculative_settings(value)
+    settings.pop("draft_weight_dtype", None)  # says how our engine runs, and nothing about what it writes
     ours = ("model", "num_speculative_tokens", "method", "parallel_drafting")
     checked = SpeculativeConfig.parse({key: settings[key] for key in ours if key in settings})
     return {**settings, "method": checked.method}

@@ -1,0 +1,98 @@
+"""One optimizer step: states in, gradients of every pack, one update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from peagle.target.model import Target
+from peagle.training.batches import StepBatch
+from peagle.training.chunks import Chunk
+from peagle.training.losses import head_loss
+from peagle.training.memory import fits
+from peagle.training.partition import PassResult, train_pack
+from peagle.training.plan import Plan
+from peagle.training.sharded import full
+from peagle.training.target_states import TargetStates
+from peagle.training.train_state import TrainState
+from peagle.training.weights import Weights
+
+Mark = Callable[[str], None]  # called at the end of each part of a step, with its name (`timing.Marks`)
+
+
+def unmarked(_name: str) -> None:
+    pass
+
+
+def train_step(
+    plan: Plan,
+    weights: Weights,
+    target_states: TargetStates,
+    state: TrainState,
+    host: StepBatch,
+    lr: float,
+    mark: Mark = unmarked,
+) -> Tensor:
+    """Train on a batch; returns the gradient norm, on the device. Loss and statistics are added to `state.sums`."""
+    mark("waiting for data")
+    batch = host.to(plan.device) if plan.device.type != "cpu" else host
+    n, sums = plan.config.pack_length, state.sums
+    whole = target_states.read_all(batch)
+    if whole is not None:
+        mark("target forward")
+    if weights.sharded is not None:
+        batch = weights.sharded.share(batch, plan.world)
+    loss = torch.zeros((), dtype=torch.float64, device=plan.device)
+    for i, chunks in enumerate(batch.packs):
+        if whole is not None:
+            aux, hidden = (of_all[i * n : (i + 1) * n] for of_all in whole)
+        else:
+            aux, hidden = target_states.read(batch, i, 1)
+            mark("target forward")
+        result = pack_gradients(plan, weights, target_states.target, chunks, aux, hidden, mark)
+        sums.stats += result.stats
+        loss += result.loss.double()
+    if weights.sharded is not None:
+        weights.sharded.collect()
+        plan.world.all_reduce(loss)
+        sums.loss += loss / plan.world.size
+    else:
+        sums.loss += plan.world.mean_gradients(weights.parameters, loss, batch.weight if batch.rows else 0.0)
+    norm = full(torch.nn.utils.clip_grad_norm_(weights.parameters, plan.config.grad_clip))
+    weights.optimizer.step(lr)
+    weights.optimizer.zero_grad()
+    if weights.average is not None:
+        weights.average.update(state.step)
+    weights.copy.refresh()
+    mark("optimizer")
+    sums.steps += 1
+    sums.tokens += batch.tokens
+    return norm
+
+
+def pack_gradients(
+    plan: Plan,
+    weights: Weights,
+    target: Target,
+    chunks: Sequence[Chunk],
+    aux: Tensor,
+    hidden: Tensor,
+    mark: Mark = unmarked,
+) -> PassResult:
+    """Forward and backward over one pack, on its auxiliary states [N, 3H] and hidden states [N, H]; gradients are added
+    to the parameters' own."""
+    drafter = weights.copy.compute
+
+    def chunk_loss(normed: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        mark("drafter forward")
+        result = head_loss(normed, drafter.lm_head_weight(), chunk.loss, hidden, target.lm_logits, plan.loss)
+        mark("loss slices")
+        return result.loss, result.stats
+
+    what = f"chunk_size: a chunk of {plan.sizes.chunk_size} anchors with {plan.sizes.loss_rows} rows a loss slice"
+    with fits(what, "lower --chunk-size first, then --loss-rows"):
+        result = train_pack(drafter, chunks, aux, chunk_loss, plan.backend)
+    mark("drafter backward")  # and the later chunks' forward, where a pack has several
+    return result
