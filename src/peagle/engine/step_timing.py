@@ -10,14 +10,14 @@ from peagle.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-BUDGET_SECONDS = 3.0
-NUM_REQUESTS = (1, 4)
+BUDGET_SECONDS = 5.0
+NUM_REQUESTS = (1, 4, 16)
 PROMPT_TOKENS = 15  # no full block, and enough drafter rows to be timed
 STEPS = 3  # of each kind; the first of its shape is slower and the fastest counts
 
 
 def time_steps(engine: Engine, budget_seconds: float = BUDGET_SECONDS) -> None:
-    """Run made-up requests, first one and then four at once, without drafts and with all K.
+    """Run made-up requests, one, four and sixteen at once, without drafts and with all K.
 
     What would not be done in time is left out: it is learned while the engine runs. A large model on a slow machine
     is so timed with one request only, or not at all.
