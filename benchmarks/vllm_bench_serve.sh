@@ -18,7 +18,8 @@ server=
 touch "$scratch/server.log"
 trap '[ -z "$server" ] || kill "$server" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 
-${PEAGLE:-peagle} serve "$target" --port 0 --served-model-name target --max-model-len 2048 --speculative-config \
+${PEAGLE:-peagle} serve "$target" --port 0 --served-model-name target --max-model-len 2048 \
+  --no-dynamic-speculation --speculative-config \
   "{\"method\": \"eagle3\", \"model\": \"$head\", \"num_speculative_tokens\": $k, \"parallel_drafting\": ${PARALLEL:-true}}" \
   > "$scratch/server.log" 2>&1 &
 server=$!

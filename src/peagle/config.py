@@ -10,6 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
+from peagle.draft_table import DraftTable, parse_draft_table
 from peagle.errors import InputError
 
 WeightDtype = Literal["auto", "target", "float16"]
@@ -31,6 +32,8 @@ class SpeculativeConfig:
     is no text: either by synthetic_acceptance_rates, per position how often it and all before it are accepted, or by
     synthetic_acceptance_length, the mean number of tokens a step (1 to num_speculative_tokens + 1).
 
+    num_speculative_tokens_per_batch_size: (first batch size, last, draft tokens) each, see `peagle.draft_table`.
+
     draft_weight_dtype (not in vLLM): how the drafter's weights, and the LM head as it reads it, are kept: "target" in
     the target's dtype, "float16" halved, which only a CPU with a float32 target can; "auto" halves them where that is
     so. The output stays the target's either way.
@@ -43,6 +46,7 @@ class SpeculativeConfig:
     rejection_sample_method: Literal["standard", "synthetic"] = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
+    num_speculative_tokens_per_batch_size: DraftTable | None = None
     draft_weight_dtype: WeightDtype = "auto"
 
     def __post_init__(self) -> None:
@@ -53,6 +57,9 @@ class SpeculativeConfig:
             raise InputError(f"model: got {self.model!r}, expected a head's folder or Hub id")
         if self.parallel_drafting not in (None, True, False):
             raise InputError(f"parallel_drafting: got {self.parallel_drafting!r}, expected true or false")
+        if (table := self.num_speculative_tokens_per_batch_size) is not None:
+            table = parse_draft_table(table, self.num_speculative_tokens)
+            object.__setattr__(self, "num_speculative_tokens_per_batch_size", table)
         if self.draft_weight_dtype not in get_args(WeightDtype):
             choices = ", ".join(get_args(WeightDtype))
             raise InputError(f"draft_weight_dtype: got {self.draft_weight_dtype!r}, expected one of {choices}")
@@ -151,6 +158,8 @@ class EngineConfig:
     max_cudagraph_capture_size is the most rows (K + 1 a request) of a step that is captured, None for up to 1024, 0 for
     none.
     kv_cache_dtype fp8 keeps keys and values of target and drafter in float8 (e4m3, with scale 1): half the memory.
+    dynamic_speculation: choose by load how many of num_speculative_tokens drafts to make (a CPU only); None: where it
+    can be done.
     """
 
     max_model_len: int | None = None
@@ -169,8 +178,11 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     max_logprobs: int = 20
     seed: int = 0
+    dynamic_speculation: bool | None = False
 
     def __post_init__(self) -> None:
+        if self.dynamic_speculation not in (None, True, False):
+            raise InputError(f"dynamic_speculation: got {self.dynamic_speculation!r}, expected True, False or None")
         for name in ("max_num_seqs", "block_size", "num_scheduler_steps"):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks"):

@@ -138,6 +138,10 @@ def test_commands(tmp_path, monkeypatch):
     ours = peagle_command("target", settings, args)
     assert ours[1:5] == ["-m", "peagle", "serve", "target"]
     assert '"parallel_drafting": false' in ours[6]
+    assert "--no-dynamic-speculation" in ours  # arms are compared by K
+    by_load = peagle_command("target", settings, [*args, "--dynamic-speculation"])
+    assert "--no-dynamic-speculation" not in by_load
+    assert "--no-dynamic-speculation" not in peagle_command("target", None, args)
     monkeypatch.setenv("PYTHONPATH", "here")
     assert server_env(ours)["PYTHONPATH"] == "here"
     assert "PYTHONPATH" not in server_env(["/elsewhere/bin/python", "-m", "vllm"])

@@ -95,24 +95,27 @@ def test_the_blogs_command(loaded: dict[str, Any]) -> None:
         enable_chunked_prefill=False,
         kv_cache_dtype="fp8",
         async_scheduling=True,
+        dynamic_speculation=None,
     )
 
 
 @pytest.mark.parametrize(
     ("flags", "config"),
     [
-        ([], EngineConfig()),
-        (["--no-async-scheduling"], EngineConfig(async_scheduling=False)),
-        (["--enforce-eager"], EngineConfig(enforce_eager=True)),
-        (["--max-cudagraph-capture-size", 0], EngineConfig(enforce_eager=True)),
-        (["--kv-cache-dtype", "fp8_e4m3"], EngineConfig(kv_cache_dtype="fp8")),
-        (["--max-logprobs", -1], EngineConfig(max_logprobs=-1)),
-        (["--enable-prefix-caching", "--enable-chunked-prefill"], EngineConfig()),
+        ([], {}),
+        (["--no-async-scheduling"], {"async_scheduling": False}),
+        (["--enforce-eager"], {"enforce_eager": True}),
+        (["--max-cudagraph-capture-size", 0], {"enforce_eager": True}),
+        (["--kv-cache-dtype", "fp8_e4m3"], {"kv_cache_dtype": "fp8"}),
+        (["--max-logprobs", -1], {"max_logprobs": -1}),
+        (["--enable-prefix-caching", "--enable-chunked-prefill"], {}),
+        (["--dynamic-speculation"], {"dynamic_speculation": True}),
+        (["--no-dynamic-speculation"], {"dynamic_speculation": False}),
     ],
 )
-def test_flags(loaded: dict[str, Any], flags: list[object], config: EngineConfig) -> None:
+def test_flags(loaded: dict[str, Any], flags: list[object], config: dict[str, Any]) -> None:
     run_peagle("serve", "some/model", *flags)
-    assert loaded["config"] == config
+    assert loaded["config"] == EngineConfig(**({"dynamic_speculation": None} | config))
 
 
 def test_a_port_that_is_taken() -> None:
@@ -157,7 +160,7 @@ def test_serve_and_sigterm(target: str, heads: dict[str, str]) -> None:
             assert line, process.communicate()[1]
             printed += line
         assert re.search(r"target +.*float32 on cpu · served as tiny", printed)
-        assert re.search(r"head +P-EAGLE.*K = 6", printed)
+        assert re.search(r"head +P-EAGLE.*K = 0 to 6, by load", printed)
         assert re.search(r"KV cache +\d+ blocks of 16 · \d+ tokens · fp8 · without prefix caching", printed)
         assert re.search(
             r"limits +512 tokens a request · 4 requests at once · 512 tokens .* · a prompt in one", printed

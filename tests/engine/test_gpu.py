@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.engine import SamplingParams
+from peagle.config import EngineConfig
+from peagle.engine import Engine, SamplingParams
+from peagle.errors import InputError
 from peagle.target import Target, load_target
 from peagle.target.fused import fuse_decoder_layers
 from tests.engine.helpers import ASCII, SEQUENCES, assert_same, greedy, make_engine, replay, run, tiny_head
@@ -47,6 +49,23 @@ def test_drafts_change_nothing(
     requests = run(engine, SEQUENCES, [greedy(ANSWER, num_speculative_tokens=own) for own in ks])
     for prompt, answer, request in zip(SEQUENCES, plain, requests, strict=True):
         assert_same(gpu_target, prompt, answer, request.output_token_ids)
+
+
+@pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
+def test_a_table_of_drafts(gpu_target: Target, kind: str) -> None:
+    """Without graphs the number of drafts may change; rows that were put off are made up on the device."""
+    plain = [r.output_token_ids for r in run(make_engine(gpu_target), SEQUENCES, greedy(ANSWER))]
+    config = EngineConfig(max_num_seqs=8, max_model_len=128, block_size=4, enforce_eager=True)
+    engine = Engine(gpu_target, head(gpu_target, kind), 3, config, None, ((1, 2, 3), (3, 5, 1), (6, 8, 0)))
+    known = {str(i): prompt + answer for i, (prompt, answer) in enumerate(zip(SEQUENCES, plain, strict=True))}
+    replay(engine, known, [3, 0, 2, 1])
+    lengths = [40, 3, 12, 17, 1, 9, 20, 12]
+    requests = run(engine, SEQUENCES, [greedy(n) for n in lengths])
+    for prompt, answer, length, request in zip(SEQUENCES, plain, lengths, requests, strict=True):
+        assert_same(gpu_target, prompt, answer[:length], request.output_token_ids)
+    assert len(engine.stats.spec.drafts_per_pos) == 3
+    with pytest.raises(InputError, match="enforce_eager"):
+        Engine(gpu_target, head(gpu_target, kind), 3, None, None, ((1, 8, 1),))
 
 
 def test_seeded_tokens_depend_on_nothing_else(gpu_target: Target) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -71,10 +71,18 @@ def exact(target: Target, top_p: float) -> list[Tensor]:
     return [first, pairs.sum(0), (pairs[..., None] * third).sum((0, 1))]
 
 
-def p_values(target: Target, top_p: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Chi-square p-values of the first, second and third token of SAMPLES samples."""
-    engine = make_engine(target, tiny_head(target, layers=1), 2, max_num_seqs=500, max_model_len=8, seed=1)
+def p_values(
+    target: Target, top_p: float, monkeypatch: pytest.MonkeyPatch, changing_k: tuple[int, ...] = ()
+) -> list[float]:
+    """Chi-square p-values of the first, second and third token of SAMPLES samples. changing_k: drafts, step by step."""
+    config = {"max_num_seqs": 500, "max_model_len": 8, "seed": 1, "dynamic_speculation": bool(changing_k)}
+    engine = make_engine(target, tiny_head(target, layers=1), 2, **config)
     assert engine.runner.draft_pass is not None
+    if changing_k:
+        assert engine.draft_planner is not None
+        numbers = cycle(changing_k)
+        monkeypatch.setattr(engine.draft_planner, "_choose", lambda _: next(numbers))
+        monkeypatch.setattr(engine.draft_planner, "_joins", lambda *_: True)
     # what a head proposes does not matter here, so none is run
     monkeypatch.setattr(engine.runner.draft_pass, "propose", lambda _batch, v: DRAFTS.expand(len(v.num_drafts), -1))
     params = SamplingParams(max_tokens=3, temperature=TEMPERATURE, top_p=top_p)
@@ -92,6 +100,10 @@ def p_values(target: Target, top_p: float, monkeypatch: pytest.MonkeyPatch) -> l
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_distribution(small: Target, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(p_values(small, top_p, monkeypatch)) > 1e-3
+
+
+def test_distribution_while_the_number_of_drafts_changes(small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(p_values(small, 1.0, monkeypatch, changing_k=(2, 0, 1, 2, 2))) > 1e-3
 
 
 def test_a_broken_acceptance_rule_is_noticed(small: Target, monkeypatch: pytest.MonkeyPatch) -> None:

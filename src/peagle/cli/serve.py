@@ -107,6 +107,14 @@ def serve(
     enforce_eager: Annotated[
         bool | None, typer.Option("--enforce-eager/--no-enforce-eager", help="GPU: no CUDA graphs, for debugging.")
     ] = None,
+    dynamic_speculation: Annotated[
+        bool | None,
+        typer.Option(
+            "--dynamic-speculation/--no-dynamic-speculation",
+            help="CPU: choose by load how many of num_speculative_tokens drafts to make, none if that is faster. "
+            "Default: yes, but for a table of num_speculative_tokens_per_batch_size.",
+        ),
+    ] = None,
     max_logprobs: Annotated[
         int, typer.Option(metavar="N", min=-1, help="Most logprobs a token that a request may ask for; -1: no limit.")
     ] = 20,
@@ -146,6 +154,7 @@ def serve(
         max_cudagraph_capture_size=max_cudagraph_capture_size or None,
         max_logprobs=max_logprobs,
         seed=seed,
+        dynamic_speculation=dynamic_speculation,
     )
     try:
         from peagle.server.run import banner, bind, make_server

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from peagle.config import EngineConfig
+from peagle.draft_table import DraftTable
 from peagle.drafter.model import Drafter
+from peagle.engine.draft_length import DraftLength
+from peagle.engine.draft_planner import DraftPlanner
 from peagle.engine.sampling_params import SamplingParams
 from peagle.errors import InputError
 from peagle.target.model import Target
@@ -30,6 +33,41 @@ def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
             num_speculative_tokens,
             k_train,
         )
+
+
+def make_planner(
+    config: EngineConfig,
+    device: torch.device,
+    num_speculative_tokens: int,
+    table: DraftTable | None,
+    synthetic: bool,
+) -> DraftPlanner | None:
+    """What decides on the number of drafts: a table, the load, or (None) nothing, so that it is always K.
+
+    A CUDA graph has a fixed K, so with a table a GPU runs without, and by load only a CPU chooses. With synthetic
+    acceptance it does not: what it would learn are the rates given.
+    """
+    dynamic = config.dynamic_speculation
+    if table is not None:
+        if dynamic:
+            raise InputError(
+                "dynamic_speculation: got True beside num_speculative_tokens_per_batch_size, expected one of the two"
+            )
+        if num_speculative_tokens == 0:
+            raise InputError("num_speculative_tokens_per_batch_size: given without a drafter, expected none")
+        if device.type != "cpu" and not config.enforce_eager:
+            raise InputError(
+                "num_speculative_tokens_per_batch_size: a step that runs as a CUDA graph always has "
+                "num_speculative_tokens drafts; leave it out, or run without graphs (enforce_eager)"
+            )
+        return DraftPlanner(table=table)
+    possible = device.type == "cpu" and not synthetic
+    if dynamic and num_speculative_tokens and not possible:
+        reason = "with synthetic acceptance" if synthetic else f"on {device.type}, where steps have fixed shapes"
+        raise InputError(f"dynamic_speculation: got True {reason}, expected False")
+    if dynamic is False or num_speculative_tokens == 0 or not possible:
+        return None
+    return DraftPlanner(length=DraftLength(num_speculative_tokens))
 
 
 def captured_rows(config: EngineConfig, device: torch.device, num_speculative_tokens: int) -> int:

@@ -104,6 +104,10 @@ class DraftPass:
             return self._choose(normed, batch.sample_rows, verified.num_drafts, fixed_shape)
         return self._continue(normed, feedback, batch, target, verified.num_drafts, fixed_shape)
 
+    def enter(self, token_ids: Tensor, aux: Tensor, batch: PagedBatch) -> None:
+        """Enter true rows into the cache without drafting: token_ids [T], aux [T, 3H] at the rows of `batch`."""
+        self._forward(token_ids, self.drafter.combine(aux), batch)
+
     def _run(self, batch: DraftBatch, hidden: Tensor, target: PagedBatch) -> tuple[Tensor, Tensor]:
         mask_rows = batch.sample_rows.shape[1] - 1
         paged = PagedBatch(

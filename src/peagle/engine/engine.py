@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from peagle.config import EngineConfig
+from peagle.draft_table import DraftTable
 from peagle.drafter.model import Drafter
-from peagle.engine.checks import captured_rows, check_depth, check_params, check_prompt, count_logprobs, runs_ahead
+from peagle.engine.checks import (
+    captured_rows,
+    check_depth,
+    check_params,
+    check_prompt,
+    count_logprobs,
+    make_planner,
+    runs_ahead,
+)
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.kv_cache import BlockManager
 from peagle.engine.logprobs import TokenNames
@@ -21,6 +31,7 @@ from peagle.engine.runner import Launched, Runner
 from peagle.engine.sampling_params import MAX_SEED, SamplingParams
 from peagle.engine.scheduler import Schedule, Scheduler
 from peagle.engine.stats import EngineStats, SpecMetrics
+from peagle.engine.step_timing import time_steps
 from peagle.errors import InputError
 from peagle.target.model import Target
 
@@ -31,6 +42,7 @@ class Engine:
     """Continuous batching over one target and, if given, one bound drafter with `num_speculative_tokens` drafts.
 
     synthetic_rates: for benchmarks only, accept drafts by chance and not by what they are (SpeculativeConfig).
+    draft_table: its num_speculative_tokens_per_batch_size.
     Raises InputError for settings that do not fit together or into memory.
     """
 
@@ -41,6 +53,7 @@ class Engine:
         num_speculative_tokens: int = 0,
         config: EngineConfig | None = None,
         synthetic_rates: tuple[float, ...] | None = None,
+        draft_table: DraftTable | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.target = target
@@ -51,11 +64,15 @@ class Engine:
         elif num_speculative_tokens:
             raise InputError(f"num_speculative_tokens: got {num_speculative_tokens} without a drafter, expected 0")
         self.num_speculative_tokens = num_speculative_tokens
+        self.draft_planner = make_planner(
+            config, target.device, num_speculative_tokens, draft_table, synthetic_rates is not None
+        )
+        late = self.draft_planner is not None
         wanted = config.max_model_len or target.max_model_len
         if wanted > target.max_model_len:
             raise InputError(f"max_model_len: got {wanted}, expected at most the model's {target.max_model_len}")
         budget = config.batched_tokens(target.device.type, wanted)
-        num_blocks = num_kv_blocks(target, drafter, config, wanted, budget, num_speculative_tokens)
+        num_blocks = num_kv_blocks(target, drafter, config, wanted, budget, num_speculative_tokens, late)
         self.max_model_len = fit_model_len(
             num_blocks, config, wanted, target.device, chosen_by_user=config.max_model_len is not None
         )
@@ -93,6 +110,7 @@ class Engine:
             captured_rows(config, target.device, num_speculative_tokens),
             synthetic_rates,
             cache_dtype(target, config),
+            late,
         )
         self.synthetic = synthetic_rates is not None
         if self.synthetic:
@@ -192,6 +210,7 @@ class Engine:
         this one's result is there when the batch will stay as it is, else before the result is turned into text. What
         a step computes for requests that have ended meanwhile is dropped.
         """
+        began = time.perf_counter()
         flight, self._flight = self._flight, None
         if flight is None or all(request.status is Status.FINISHED for request in flight[0].requests):
             flight = self._launch()
@@ -200,7 +219,10 @@ class Engine:
         schedule, launched = flight
         if self._runs_ahead and launched.repeatable and (ahead := self.scheduler.repeat(schedule)) is not None:
             self._flight = ahead, self.runner.repeat(ahead.plan)
-        advanced = self._advance(schedule, launched.wait())
+        result = launched.wait()
+        if self.draft_planner is not None:
+            self.draft_planner.observe(schedule.plan, result, time.perf_counter() - began)
+        advanced = self._advance(schedule, result)
         if self._runs_ahead and self._flight is None:
             self._flight = self._launch()
         return [self._output(*one) for one in advanced]
@@ -211,11 +233,17 @@ class Engine:
         self.stats.num_preemptions += len(schedule.preempted)
         self.stats.prefix_cache_queries += schedule.cache_queries
         self.stats.prefix_cache_hits += schedule.cache_hits
-        return (schedule, self.runner.launch(schedule.plan)) if schedule.requests else None
+        if not schedule.requests:
+            return None
+        if self.draft_planner is not None:
+            self.draft_planner.plan(schedule.requests, schedule.plan)
+        return schedule, self.runner.launch(schedule.plan)
 
     def capture(self) -> None:
-        """On a GPU record the CUDA graphs of all batch sizes now; without this each is recorded when it first runs."""
+        """Do now what the first steps would take longer for: on a GPU record the CUDA graphs of all batch sizes; where
+        the number of drafts is chosen by load, time a few steps (some seconds, and statistics are reset)."""
         self.runner.capture()
+        time_steps(self)
 
     def _advance(
         self, schedule: Schedule, result: StepResult
@@ -232,14 +260,18 @@ class Engine:
             if request.status is Status.FINISHED:  # ended or aborted while the step ran
                 continue
             computed = plan.starts[i] + plan.query_lens[i]
+            if plan.samples[i]:
+                computed += result.num_accepted[i] - plan.num_drafts[i]
+            request.num_computed = computed
+            if (drafting := plan.drafting) is not None:
+                reached = computed if drafting.runs[i] else drafting.first[i] + drafting.make_up[i]
+                self.scheduler.drafter_reached(request, reached)
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs += [self._names.report(report) for report in result.prompt_logprobs.get(i, ())]
             if not plan.samples[i]:
-                request.num_computed = computed
                 self.scheduler.cache_computed(request)
                 continue
             drafted, accepted = plan.num_drafts[i], result.num_accepted[i]
-            request.num_computed = computed - drafted + accepted
             request.num_drafts = result.num_drafts[i]
             new = result.tokens[i][: accepted + 1]
             kept = request.append(new)

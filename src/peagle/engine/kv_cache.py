@@ -11,7 +11,9 @@ computes that one block again. In return a hit never needs repair and never cove
 behind it must be there: at least one row runs, and acceptance after a hit is that after a miss.
 
 Only positions that the target has verified are cached, and by then the drafter's rows there are true ones: MTP rows and
-rejected rows stand behind them. A request that does not draft leaves no drafter rows, so its keys are others.
+rejected rows stand behind them. A request that does not draft leaves no drafter rows, so its keys are others. Where the
+drafter may stay behind the target (draft_planner) a cached block may lack drafter rows; `drafted` says which have all,
+and the auxiliary states that the others are made of are kept.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self.drafted: set[int] = set()  # blocks with all their drafter rows
 
     @property
     def num_free(self) -> int:
@@ -99,6 +102,7 @@ class BlockManager:
             assert key is not None
             del self._block_of[key]
             self._key_of[block] = None
+        self.drafted.difference_update(taken, forgotten)
         return taken + forgotten
 
     def cache(self, block: int, key: bytes) -> None:

@@ -99,4 +99,11 @@ def load_engine(
     if speculative is None:
         return Engine(target, config=config)
     drafter = load_bound_drafter(target, speculative)
-    return Engine(target, drafter, speculative.num_speculative_tokens, config, speculative.synthetic_rates)
+    return Engine(
+        target,
+        drafter,
+        speculative.num_speculative_tokens,
+        config,
+        speculative.synthetic_rates,
+        speculative.num_speculative_tokens_per_batch_size,
+    )

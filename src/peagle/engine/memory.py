@@ -20,13 +20,17 @@ def cache_dtype(target: Target, config: EngineConfig) -> torch.dtype:
     return torch.float8_e4m3fn
 
 
-def bytes_per_block(target: Target, drafter: Drafter | None, block_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of one block over all layers of target and drafter."""
+def bytes_per_block(
+    target: Target, drafter: Drafter | None, block_size: int, dtype: torch.dtype, late_drafting: bool = False
+) -> int:
+    """Keys and values of one block over all layers of target and drafter, and with late_drafting the target's auxiliary
+    states (see late_rows)."""
     values = target.num_layers * target.num_key_value_heads * target.head_dim
     if drafter is not None:
         c = drafter.config
         values += c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-    return 2 * block_size * values * dtype.itemsize
+    states = drafter.config.aux_size * target.dtype.itemsize if drafter is not None and late_drafting else 0
+    return block_size * (2 * values * dtype.itemsize + states)
 
 
 def activation_bytes(target: Target, config: EngineConfig, max_num_batched_tokens: int, rows_per_request: int) -> int:
@@ -44,11 +48,12 @@ def num_kv_blocks(
     max_model_len: int,
     max_num_batched_tokens: int,
     num_speculative_tokens: int,
+    late_drafting: bool = False,
 ) -> int:
     """The number of blocks to allocate, at most what max_num_seqs requests of max_model_len tokens could fill."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    per_block = bytes_per_block(target, drafter, config.block_size, cache_dtype(target, config))
+    per_block = bytes_per_block(target, drafter, config.block_size, cache_dtype(target, config), late_drafting)
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     if target.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(target.device)

@@ -37,12 +37,27 @@ class LaneSetup:
 
 
 @dataclass(slots=True)
+class DraftingPlan:
+    """What the drafter does in a step when it need not keep up with the target; lists parallel to the plan's.
+
+    wanted: how many drafts to propose behind the step's tokens. runs: whether the drafter runs the request's rows of
+    this step; else they are put off. first: the first position that has no drafter row yet. make_up: how many rows,
+    put off before, are run first, from there on; a request with runs has then none left.
+    """
+
+    wanted: list[int]
+    runs: list[bool]
+    first: list[int]
+    make_up: list[int]
+
+
+@dataclass(slots=True)
 class StepPlan:
     """One step over R requests, in parallel lists.
 
     Request i runs query_lens[i] rows from position starts[i]; the last num_drafts[i] of them are drafts. samples[i]:
     its last real token is among the rows, so that this step chooses a token. new_blocks: (lane, index in its block
-    table, block ids) to be entered before the step.
+    table, block ids) to be entered before the step. drafting None: every request with speculation drafts what it may.
     """
 
     setups: list[LaneSetup] = field(default_factory=list)
@@ -52,6 +67,7 @@ class StepPlan:
     query_lens: list[int] = field(default_factory=list)
     num_drafts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    drafting: DraftingPlan | None = None
 
     def part(self, index: Sequence[int]) -> StepPlan:
         """The plan of some of its requests; setups and blocks, which are entered once for all, are left out."""
@@ -79,7 +95,8 @@ class StepResult:
     own next token (then padding); num_drafts new drafts stand. Meaningless where samples is False.
 
     logprobs, prompt_logprobs: by index in the plan, for requests that ask: one report for each of the tokens up to the
-    target's own last, and for each prompt token that follows one of the step's rows.
+    target's own last, and for each prompt token that follows one of the step's rows. make_up_seconds: what the drafter
+    rows that had been put off took.
     """
 
     tokens: list[list[int]]
@@ -87,3 +104,4 @@ class StepResult:
     num_drafts: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    make_up_seconds: float = 0.0

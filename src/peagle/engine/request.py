@@ -23,6 +23,7 @@ class Request:
 
     token_ids: prompt and output. num_computed: how many of them the target has cached. While decoding it is
     len(token_ids) - 1 and num_drafts drafts stand behind the last token; the drafts themselves live with the runner.
+    drafter_computed: how many positions the drafter has cached, where it may stay behind (see draft_planner).
     max_total_tokens: prompt and output together never exceed it. num_speculative_tokens: the request's own K.
     stop_ids: the tokens that end it (end-of-sequence unless ignored, and stop_token_ids). num_logprobs,
     num_prompt_logprobs: how many of the likeliest tokens to report, -1 for no report. logprobs, prompt_logprobs: the
@@ -47,6 +48,7 @@ class Request:
     num_prompt: int = field(init=False)
     num_computed: int = 0
     num_drafts: int = 0
+    drafter_computed: int = 0
     lane: int = -1
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)

@@ -18,6 +18,7 @@ from peagle.engine.decode_step import DecodeStep
 from peagle.engine.drafting import DraftPass, Verified
 from peagle.engine.fetch import fetch_later
 from peagle.engine.lanes import Lanes
+from peagle.engine.late_rows import LateRows
 from peagle.engine.logprobs import ReportRows, pack_logprobs, unpack_logprobs
 from peagle.engine.plan import StepPlan, StepResult
 from peagle.engine.sampler import choose
@@ -53,9 +54,11 @@ class Runner:
         max_captured_rows: int = 0,
         synthetic_rates: tuple[float, ...] | None = None,
         cache_dtype: torch.dtype | None = None,
+        late_drafting: bool = False,
     ) -> None:
         """max_captured_rows: the most target rows of a batch that runs in fixed shapes; 0: none does. synthetic_rates:
-        SpeculativeConfig's, for benchmarks. cache_dtype: of keys and values; None: the target's."""
+        SpeculativeConfig's, for benchmarks. cache_dtype: of keys and values; None: the target's. late_drafting: plans
+        may put the drafter's rows off."""
         self.target = target
         self.device = target.device
         self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
@@ -68,6 +71,9 @@ class Runner:
                 self.draft_pass = DraftPass(
                     drafter, num_speculative_tokens, num_blocks, block_size, max_model_len, cache_dtype
                 )
+        self.late_rows: LateRows | None = None
+        if self.draft_pass is not None and late_drafting:
+            self.late_rows = LateRows(self.draft_pass, self.lanes, num_blocks, target.dtype)
         self.synthetic_rates = None if synthetic_rates is None else conditional_rates(synthetic_rates, self.device)
         self.num_scheduler_steps = num_scheduler_steps
         self.decode: DecodeStep | None = None
@@ -127,14 +133,16 @@ class Runner:
         """Run a plan in the shape that its rows have; call what it returns to wait for the result."""
         inputs = build_step_inputs(plan, self.lanes, self.num_speculative_tokens, self.device)
         token_ids = self.lanes.flat_tokens[inputs.token_index].long()
-        drafting = self.draft_pass is not None and inputs.any_speculation
+        drafting = self.draft_pass is not None and inputs.any_drafting
+        keeping = self.late_rows is not None and inputs.any_speculation
+        made_up = 0.0
         logits, aux = self.target.forward_paged(
             token_ids,
             inputs.batch.positions,
             inputs.batch,
             self.kv_cache,
             inputs.logit_rows if inputs.any_logits else None,
-            self.aux_layer_ids if drafting else (),
+            self.aux_layer_ids if drafting or keeping else (),
         )
         packed: list[Tensor] = []  # logprobs, for the requests that ask
         tokens, num_accepted, next_token = self._verify(logits, token_ids, inputs, packed)
@@ -144,6 +152,12 @@ class Runner:
         # near its limit a request drafts less: a later step adds at most its drafts and one token
         room = torch.minimum(inputs.max_drafts, inputs.max_total - next_position - 2).clamp_(min=0)
         num_drafts = torch.where(inputs.samples, room, 0)
+        if keeping:
+            assert self.late_rows is not None
+            assert aux is not None
+            self.late_rows.keep(inputs.batch.slot_mapping, aux)
+            if plan.drafting is not None:
+                made_up = self.late_rows.make_up(plan)
         if drafting:
             assert self.draft_pass is not None
             assert aux is not None
@@ -153,14 +167,14 @@ class Runner:
                 next_token,
                 inputs.num_drafts - num_accepted,
                 num_drafts,
-                inputs.max_drafts > 0,
+                inputs.takes_part,
             )
             drafts = self.draft_pass.propose(inputs.batch, verified)
             self.lanes.store_drafts(drafts, num_drafts, inputs.lane_offset, next_position)
         decided = torch.cat((tokens, num_accepted[:, None], num_drafts[:, None]), dim=1)
         if not packed:
             fetch = fetch_later(decided)
-            return lambda: self._result(fetch().tolist())
+            return lambda: self._result(fetch().tolist(), made_up)
         shape = decided.shape
         parts = [decided, *packed]
         sizes = [part.numel() for part in parts]
@@ -168,7 +182,7 @@ class Runner:
 
         def wait() -> StepResult:
             numbers = np.split(fetch(), np.cumsum(sizes)[:-1])
-            result = self._result(numbers.pop(0).reshape(shape).tolist())
+            result = self._result(numbers.pop(0).reshape(shape).tolist(), made_up)
             for report, found in (
                 (inputs.report, result.logprobs),
                 (inputs.prompt_report, result.prompt_logprobs),
@@ -181,8 +195,9 @@ class Runner:
         return wait
 
     @staticmethod
-    def _result(rows: list[list[int]]) -> StepResult:
-        return StepResult([row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows])
+    def _result(rows: list[list[int]], make_up_seconds: float) -> StepResult:
+        decided = [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
+        return StepResult(*decided, make_up_seconds=make_up_seconds)
 
     def _verify(
         self, logits: Tensor | None, token_ids: Tensor, inputs: StepInputs, packed: list[Tensor]

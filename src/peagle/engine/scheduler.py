@@ -203,6 +203,12 @@ class Scheduler:
             self.blocks.cache(request.block_table[i], request.block_keys[i])
         request.num_keyed_blocks = full
 
+    def drafter_reached(self, request: Request, position: int) -> None:
+        """The drafter has cached a request's positions up to this one, which must be computed."""
+        size = self.blocks.block_size
+        self.blocks.drafted.update(request.block_table[request.drafter_computed // size : position // size])
+        request.drafter_computed = position
+
     def _grow(self, request: Request, schedule: Schedule, cached: Sequence[int] = (), ahead: bool = False) -> bool:
         known = len(request.block_table)
         added = self.blocks.grow(request.block_table, self._coverage(request, ahead), cached)
@@ -233,6 +239,8 @@ class Scheduler:
         schedule.plan.setups.append(lane_setup(request))
         request.num_computed = len(cached) * self.blocks.block_size
         request.num_keyed_blocks = len(cached)
+        has_rows = [block in self.blocks.drafted for block in cached]
+        request.drafter_computed = [*has_rows, False].index(False) * self.blocks.block_size
         if request.num_cached_tokens < 0:  # one that was preempted finds its own blocks; that says nothing of prompts
             request.num_cached_tokens = request.num_computed
             if self.prefix_caching and not request.waits_for_prompt_logprobs:
@@ -244,7 +252,7 @@ class Scheduler:
         """Take a running request's blocks; it will be computed from the start, without the drafts that stood."""
         self.running.remove(request)
         self._vacate(request)
-        request.num_computed = request.num_keyed_blocks = 0
+        request.num_computed = request.num_keyed_blocks = request.drafter_computed = 0
         request.num_drafts = 0
         request.num_preemptions += 1
         request.status = Status.WAITING

@@ -28,11 +28,11 @@ class StepInputs:
     token_index [T]: where each row's token is in the flat token buffer. logit_rows [N]. choice_index [R, K+1]: which
     logits row chooses the token after the request's j-th verified row (repeating its last). draft_rows [R, K]: the row
     whose token is the j-th draft. lane_offset [R]: start of the lane in the flat token buffer. ends [R]: position
-    behind the last row. num_drafts, samples [R] as in the plan, max_drafts, max_total, seed [R] as in
-    Lanes. sampling: the
-    rows that do not take the argmax. adjustments: what changes the logits first. report, prompt_report: the rows whose
-    distribution is asked for. All three are None when no request needs them. The any_* are known on the host and spare
-    the runner a question to the device.
+    behind the last row. num_drafts, samples [R] as in the plan; max_drafts [R]: how many to propose at most; takes_part
+    [R] bool: whose rows the drafter runs; max_total, seed [R] as in Lanes. sampling: the rows that do not take the
+    argmax. adjustments: what changes the logits first. report, prompt_report: the rows whose distribution is asked for.
+    All three are None when no request needs them. The any_* are known on the host and spare the runner a question to
+    the device; any_speculation: a request drafts in some step, any_drafting: the drafter runs in this one.
     """
 
     batch: PagedBatch
@@ -46,6 +46,7 @@ class StepInputs:
     num_drafts: Tensor
     samples: Tensor
     max_drafts: Tensor
+    takes_part: Tensor
     max_total: Tensor
     seed: Tensor
     sampling: list[SamplingRows]
@@ -55,6 +56,7 @@ class StepInputs:
     any_logits: bool
     any_drafts: bool
     any_speculation: bool
+    any_drafting: bool
 
 
 def to_device(arrays: list[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
@@ -104,6 +106,11 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
     draft_rows = np.minimum(query_start[1:, None] - num_drafts[:, None] + steps[:k], len(positions) - 1)
     lane_offset = lane * lanes.width
     token_index = lane_offset[owner] + positions
+    wanted = lanes.max_drafts[lane]
+    takes_part = wanted > 0
+    any_speculation = bool(takes_part.any())
+    if plan.drafting is not None:
+        wanted, takes_part = np.array(plan.drafting.wanted, dtype=np.int64), np.array(plan.drafting.runs)
     report = _report(lanes, logit_lane, logit_owner, device)
     prompt_rows = _prompt_report_rows(lanes, lane, owner, positions)
     prompt_report = None
@@ -126,6 +133,7 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
         moved_num_drafts,
         moved_samples,
         max_drafts,
+        moved_takes_part,
         max_total,
         seed,
     ) = to_device(
@@ -140,7 +148,8 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
             ends,
             num_drafts,
             samples.astype(np.int64),
-            lanes.max_drafts[lane],
+            wanted,
+            takes_part.astype(np.int64),
             lanes.max_total[lane],
             lanes.seed[lane],
         ],
@@ -159,6 +168,7 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
         num_drafts=moved_num_drafts,
         samples=moved_samples.bool(),
         max_drafts=max_drafts,
+        takes_part=moved_takes_part.bool(),
         max_total=max_total,
         seed=seed,
         sampling=_sampling_rows(lanes, logit_lane, chosen_position, device),
@@ -167,7 +177,8 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
         prompt_report=prompt_report,
         any_logits=len(logit_rows) > 0,
         any_drafts=bool(num_drafts.any()),
-        any_speculation=bool(lanes.max_drafts[lane].any()),
+        any_speculation=any_speculation,
+        any_drafting=bool(takes_part.any()),
     )
 
 

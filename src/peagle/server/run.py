@@ -81,6 +81,17 @@ def gpu_lines(engine: Engine) -> list[str]:
     return [f"steps        {graphs} · {ahead}"]
 
 
+def depth(engine: Engine) -> str:
+    """How many drafts a request gets."""
+    planner = engine.draft_planner
+    if planner is None:
+        return f"K = {engine.num_speculative_tokens}"
+    if planner.table is None:
+        return f"K = 0 to {engine.num_speculative_tokens}, by load"
+    ranges = (f"{drafts} for {first} to {last}" for first, last, drafts in planner.table)
+    return f"K = {', '.join(ranges)} requests"
+
+
 def banner(engine: Engine, model_names: tuple[str, ...], url: str, warnings: list[str]) -> str:
     """What will run, for the terminal."""
     target, drafter, blocks = engine.target, engine.drafter, engine.blocks
@@ -91,7 +102,7 @@ def banner(engine: Engine, model_names: tuple[str, ...], url: str, warnings: lis
     else:
         kind = "P-EAGLE, all drafts in one pass" if drafter.config.kind == "p-eagle" else "EAGLE-3, one draft a pass"
         layers = drafter.config.num_hidden_layers
-        lines.append(f"head         {kind} · {layers} layer{'s' * (layers > 1)} · K = {engine.num_speculative_tokens}")
+        lines.append(f"head         {kind} · {layers} layer{'s' * (layers > 1)} · {depth(engine)}")
     if engine.synthetic:
         lines.append(
             "BENCHMARK ONLY  synthetic acceptance: drafts are accepted by chance, and what comes out is no text"
