@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from peagle.engine.draft_length import PRIOR_RATE, DraftLength
+from peagle.engine.draft_length import MARGIN, PRIOR_RATE, DraftLength
 from peagle.engine.step_costs import StepCosts
 
 K = 3
@@ -90,13 +90,14 @@ def test_expected_tokens() -> None:
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("requests", [1, 2, 7, 16, 40])
 def test_it_finds_the_best(requests: int, rate: float) -> None:
-    """Nearly as many tokens a second as the best k would give, and hardly ever fewer than without drafts."""
+    """Nearly as many tokens a second as the best k would give, if that is worth it; hardly ever fewer than without."""
     machine = Machine(bound(8, 0.08), rate)
     machine.run(requests, 400)
     machine.run(requests, 1600)
     speeds = [requests * sum(rate**i for i in range(k + 1)) / machine.cost(requests, k) for k in range(K + 1)]
     got = machine.tokens / machine.seconds
-    assert got > 0.95 * max(speeds)
+    if max(speeds) > 1.05 * MARGIN * speeds[0]:
+        assert got > 0.95 * max(speeds)
     assert got > 0.97 * speeds[0]
 
 

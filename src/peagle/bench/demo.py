@@ -20,7 +20,7 @@ from peagle.target.model import Target
 
 # The fastest K of the bundled heads on two CPU cores (`peagle demo --sweep`, docs/benchmarks.md); to be measured again
 # when the heads change.
-BEST_K_EAGLE3 = 2
+BEST_K_EAGLE3 = 3
 BEST_K_P_EAGLE = 3
 SWEPT_KS = range(1, 9)
 WARM_UP_TOKENS = 16
