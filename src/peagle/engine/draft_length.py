@@ -19,8 +19,8 @@ WINDOW = 200  # observations that the moving average of a rate goes over
 RARE = 16  # steps at least from one scout to the next: a position that was not seen for so long is seen by them only,
 RARE_WEIGHT = 1 / 16  # and each of these counts for more
 SCOUT_SHARE = 1 / 200  # of the time goes into scouts, at most
-# Speculation must promise so much more than plain decoding. What it gives falls short of what one step promises: drafter
-# rows must be made up, and requests that end at different times leave smaller batches, whose steps cost more a token.
+# Speculation must promise so much more than plain decoding. What it gives falls short of what one step promises: rows
+# of the drafter must be made up, and requests that end at different times leave small batches, dearer a token.
 MARGIN = 1.2
 STEPS_AHEAD = 64  # a request is taken to go on for so many steps, or as many as it has behind it, if it may
 
