@@ -12,16 +12,7 @@ import pytest
 
 from peagle.config import EngineConfig
 from peagle.engine import Engine
-
-
-def load(name: str) -> ModuleType:
-    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(folder)
-
+from tests.load_benchmark import load
 
 engine_step, shapes = load("engine_step"), load("shapes")
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--concurrency", "1,2", "--prompt-tokens", "8"]

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from peagle.training.partition import train_pack
-
-
-def load(name: str) -> ModuleType:
-    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(folder)
-
+from tests.load_benchmark import load
 
 head, plain, long = load("long_head"), load("long_plain"), load("long_sequences")
 TINY = load("long_common").TINY

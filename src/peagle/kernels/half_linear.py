@@ -48,7 +48,7 @@ def has_half() -> bool:
     rows = torch.tensor([[1.0, -1.0], [2.0, 0.5]])
     try:
         return torch.equal(run_half(rows, pack_half(weight)), rows @ weight.T)
-    except (AttributeError, NotImplementedError, RuntimeError):
+    except (AttributeError, RuntimeError):  # no such operator, or one without code on this machine
         return False
 
 
