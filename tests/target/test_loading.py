@@ -15,7 +15,9 @@ from peagle.training.identity import target_identity
 from tests.conftest import ARCHITECTURES, make_model, randomise
 
 pytest.importorskip("gguf")
-from tests.target.tiny_gguf import write_llama
+import gguf
+
+from tests.target.tiny_gguf import q8_0, write_llama
 
 
 @pytest.fixture
@@ -182,6 +184,19 @@ def test_gguf_gives_the_same_model(tmp_path, cache, llama):
     (folder,) = cache.iterdir()
     assert folder.name.startswith("tiny-")
     assert folder.stat().st_mode & 0o055 == 0o055
+
+
+def test_quantised_gguf_is_stored_in_float16(tmp_path, cache, llama):
+    """Its scales are float16: half the bytes, and no weight moves by more than float16 rounds."""
+    write_llama(tmp_path / "tiny.gguf", llama, quantised=True)
+    stored = load_file(f"{resolve_model(str(tmp_path / 'tiny.gguf'))}/model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+    target = load_target(str(tmp_path / "tiny.gguf"), device="cpu")
+    assert target.dtype == torch.float32  # what a CPU computes in
+    ours, whole = target.lm_head_weight, llama.lm_head.weight
+    quantised = torch.from_numpy(gguf.dequantize(*q8_0(whole.detach().numpy())))
+    torch.testing.assert_close(ours, quantised, rtol=2**-11, atol=1e-7)
+    assert not torch.equal(ours, whole)
 
 
 def test_gguf_end_token_is_the_one_its_metadata_names(tmp_path, cache, llama):

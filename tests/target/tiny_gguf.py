@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaForCausalLM
@@ -27,9 +28,28 @@ def _interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def write_llama(path: Path, model: LlamaForCausalLM, end_token: str = "<|end|>") -> None:
-    """A float32 GGUF file with a byte-level tokenizer; `end_token` is what its metadata names as the end of text."""
+def q8_0(weight: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+    """A matrix in blocks of 32 integers with a float16 scale; its last dimension is a multiple of 32."""
+    return gguf.quantize(weight, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0
+
+
+def write_llama(path: Path, model: LlamaForCausalLM, end_token: str = "<|end|>", quantised: bool = False) -> None:
+    """A GGUF file with a byte-level tokenizer, its matrices in float32 or in Q8_0 and float16.
+
+    `end_token` is what its metadata names as the end of text.
+    """
     config = model.config
+
+    def add(name: str, tensor: torch.Tensor) -> None:
+        values = tensor.contiguous().numpy()
+        if not quantised or values.ndim == 1:
+            writer.add_tensor(name, values)
+        elif values.shape[1] % 32:
+            writer.add_tensor(name, values.astype(np.float16))
+        else:
+            blocks, kind = q8_0(values)
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -52,16 +72,16 @@ def write_llama(path: Path, model: LlamaForCausalLM, end_token: str = "<|end|>")
     writer.add_eos_token_id(tokens.index(end_token))
     writer.add_pad_token_id(258)
     state = {name: tensor.float() for name, tensor in model.state_dict().items()}
-    writer.add_tensor("token_embd.weight", state["model.embed_tokens.weight"].numpy())
-    writer.add_tensor("output_norm.weight", state["model.norm.weight"].numpy())
-    writer.add_tensor("output.weight", state["lm_head.weight"].numpy())
+    add("token_embd.weight", state["model.embed_tokens.weight"])
+    add("output_norm.weight", state["model.norm.weight"])
+    add("output.weight", state["lm_head.weight"])
     for layer in range(config.num_hidden_layers):
         for theirs, ours in TENSORS.items():
             tensor = state[f"model.layers.{layer}.{theirs}.weight"]
             if ours in ("attn_q", "attn_k"):
                 heads = config.num_attention_heads if ours == "attn_q" else config.num_key_value_heads
                 tensor = _interleave(tensor, heads)
-            writer.add_tensor(f"blk.{layer}.{ours}.weight", tensor.contiguous().numpy())
+            add(f"blk.{layer}.{ours}.weight", tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -22,6 +22,10 @@ from peagle.target.model import Target
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
+# Part of a converted folder's name: another number where the conversion gives other weights.
+CONVERSION = 2
+
+
 def cache_root() -> Path:
     """Folder of converted models: PEAGLE_CACHE, or peagle/ in the user's cache folder."""
     base = os.environ.get("PEAGLE_CACHE")
@@ -60,10 +64,23 @@ def gguf_key(gguf: Path, pieces: int = 64, piece_size: int = 1 << 16) -> str:
     return digest.hexdigest()[:12]
 
 
+def gguf_dtype(gguf: Path) -> torch.dtype:
+    """float16 where every matrix of the file is quantised or float16 itself, else float32.
+
+    Blocks of quantised weights have float16 scales: rounding a weight to float16 moves it by at most 1/4096, where
+    quantising moved it by some percent, and halves what is stored and what a CPU reads for a token.
+    """
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    wide = (GGMLQuantizationType.F32, GGMLQuantizationType.BF16, GGMLQuantizationType.F64)
+    matrices = [tensor for tensor in GGUFReader(gguf).tensors if len(tensor.shape) > 1]
+    return torch.float32 if any(tensor.tensor_type in wide for tensor in matrices) else torch.float16
+
+
 def convert_gguf(gguf: Path) -> Path:
     """A GGUF file as a Transformers folder in the cache, converted once and moved there when complete."""
     try:
-        final = cache_root() / f"{gguf.stem}-{gguf_key(gguf)}"
+        final = cache_root() / f"{gguf.stem}-{gguf_key(gguf)}-{CONVERSION}"
     except OSError as error:
         raise InputError(f"model: {gguf} cannot be read ({error.strerror or error})") from error
     if (final / "config.json").is_file():
@@ -75,7 +92,7 @@ def convert_gguf(gguf: Path) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **load)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, **load, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
+        ).to(gguf_dtype(gguf))
     except ImportError as error:
         raise InputError(
             f"model: reading {gguf.name} needs the extra packages gguf and accelerate ({error})"
@@ -163,7 +180,8 @@ def load_target(
         raise InputError(f"model: {name_or_path!r} could not be loaded ({_reason(error)})") from error
     if dtype == "auto":
         stored = getattr(config.get_text_config(), "dtype", None)
-        # gguf conversions are stored in float32; a GPU gains nothing from that
+        if source != name_or_path:  # from GGUF: what the conversion is stored in says nothing of what the model needs
+            stored = None
         chosen = (torch.bfloat16 if stored in (None, torch.float32) else stored) if where.type == "cuda" else None
         torch_dtype = chosen or torch.float32
     else:
