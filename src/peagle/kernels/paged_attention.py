@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.attention_table import choose_config
+from peagle.kernels.decode_attention import decode_attention_triton
+from peagle.kernels.join_splits import join_splits
 from peagle.target.paged_attention import FP8, PagedBatch
 
 # Splitting keys pays when few rows a request (decoding, verification) leave most of the card idle.
@@ -143,26 +146,6 @@ def _paged_attention_kernel(
         tl.store(total_ptr + where, total, mask=live)
 
 
-@triton.jit
-def _combine_kernel(
-    out_ptr, part_ptr, best_ptr, total_ptr, num_cells,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
-):  # fmt: skip
-    # One program a row and head puts the splits of its keys together.
-    cell = tl.program_id(0)
-    d = tl.arange(0, DIM)
-    split = tl.arange(0, NUM_SPLITS)
-    best = tl.load(best_ptr + split * num_cells + cell)
-    weight = tl.exp(best - tl.max(best, 0))
-    total = tl.sum(tl.load(total_ptr + split * num_cells + cell) * weight, 0)
-    part = tl.load(
-        part_ptr + (split[:, None].to(tl.int64) * num_cells + cell) * HEAD_DIM + d[None],
-        mask=(d < HEAD_DIM)[None], other=0.0,
-    )  # fmt: skip
-    out = tl.sum(part * weight[:, None], 0) / total
-    tl.store(out_ptr + cell.to(tl.int64) * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-
-
 def choose_splits(requests: int, max_query_len: int, block_q: int, kv_heads: int, max_context: int, cores: int) -> int:
     """Into how many parts (a power of 2) the keys of a request are split, so that few requests use the whole card."""
     if max_query_len > MOST_SPLIT_ROWS:
@@ -186,14 +169,19 @@ def paged_attention_triton(
     num_splits: int | None = None,
 ) -> Tensor:
     """As `peagle.target.paged_attention.paged_attention`, without reading anything back; in one launch, or in two when
-    the keys are split (num_splits, None: by `choose_splits`)."""
+    the keys are split (num_splits, None: by `choose_splits`). Batches that `attention_table` lists run the kernel of
+    `decode_attention` instead, unless num_splits is given."""
     rows, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
+    requests = len(batch.query_start) - 1
+    group = num_heads // num_kv_heads
+    if num_splits is None:
+        config = choose_config(requests, batch.max_query_len, num_kv_heads, group, head_dim, k_cache.element_size())
+        if config is not None:
+            return decode_attention_triton(q, k_cache, v_cache, batch, scale, config, sliding_window, sinks, softcap)
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    requests = len(batch.query_start) - 1
-    group = num_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     # 16 is the smallest tile of the matrix units; long prefills amortise a larger one
     tile_rows = 16 if batch.max_query_len * group_pad <= 16 else 32 if batch.max_query_len * group_pad <= 32 else 64
@@ -220,7 +208,5 @@ def paged_attention_triton(
         SEARCH_STEPS=max(1, requests.bit_length()), NUM_SPLITS=num_splits,
     )  # fmt: skip
     if num_splits > 1:
-        _combine_kernel[(rows * num_heads,)](
-            out, part, best, total, rows * num_heads, HEAD_DIM=head_dim, DIM=dim, NUM_SPLITS=num_splits, num_warps=2
-        )
+        join_splits(out, part, best, total)
     return out

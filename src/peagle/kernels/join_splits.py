@@ -1,0 +1,37 @@
+"""Puts together what attention over parts of a request's keys gave: the second pass of split keys."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _join_kernel(
+    out_ptr, part_ptr, best_ptr, total_ptr, num_cells,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    # One program a row and head puts the splits of its keys together.
+    cell = tl.program_id(0)
+    d = tl.arange(0, DIM)
+    split = tl.arange(0, NUM_SPLITS)
+    best = tl.load(best_ptr + split * num_cells + cell)
+    weight = tl.exp(best - tl.max(best, 0))
+    total = tl.sum(tl.load(total_ptr + split * num_cells + cell) * weight, 0)
+    part = tl.load(
+        part_ptr + (split[:, None].to(tl.int64) * num_cells + cell) * HEAD_DIM + d[None],
+        mask=(d < HEAD_DIM)[None], other=0.0,
+    )  # fmt: skip
+    out = tl.sum(part * weight[:, None], 0) / total
+    tl.store(out_ptr + cell.to(tl.int64) * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+def join_splits(out: Tensor, part: Tensor, best: Tensor, total: Tensor) -> None:
+    """out [T, Hq, D] from part [S, T, Hq, D] (sums of weighted values), best and total [S, T, Hq] (each part's greatest
+    score, in natural units, and its sum of exp(score - best)), all but out float32; S is a power of 2."""
+    num_splits, rows, num_heads, head_dim = part.shape
+    _join_kernel[(rows * num_heads,)](
+        out, part, best, total, rows * num_heads,
+        HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), NUM_SPLITS=num_splits, num_warps=2,
+    )  # fmt: skip

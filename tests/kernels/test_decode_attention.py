@@ -1,0 +1,104 @@
+"""Attention of one tile a request against the PyTorch form, in every form that a configuration can ask for."""
+
+import pytest
+import torch
+
+from peagle.kernels import attention_table
+from peagle.kernels.attention_table import DecodeConfig, choose_config, tile_rows, useful_splits
+from peagle.target.paged_attention import PagedBatch, paged_attention
+
+pytest.importorskip("triton")
+from peagle.kernels.decode_attention import decode_attention_triton
+from peagle.kernels.paged_attention import paged_attention_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS = DecodeConfig(16, 4, 3)
+SPLIT = DecodeConfig(16, 2, 2, num_splits=4)
+KEYS = DecodeConfig(64, 4, 2, keys_first=True)
+SPLIT_KEYS = DecodeConfig(64, 4, 2, num_splits=2, keys_first=True)
+
+
+def ragged(seed, heads=(6, 2), dim=32, block_size=16, query_lens=(1, 8, 0, 3), histories=(0, 140, 3, 17)):
+    """q, caches and a batch with a request without rows, on the device; table entries behind a context are no block."""
+    g = torch.Generator().manual_seed(seed)
+    contexts = [h + q for h, q in zip(histories, query_lens, strict=True)]
+    width = max(-(-c // block_size) for c in contexts)
+    tables = torch.randperm(width * len(contexts), generator=g).view(len(contexts), width).int()
+    for table, context in zip(tables, contexts, strict=True):
+        table[-(-context // block_size) :] = 2**31 - 1
+    positions = torch.cat([torch.arange(h, c) for h, c in zip(histories, contexts, strict=True)])
+    start, lens = torch.tensor([0, *query_lens]).cumsum(0).int(), torch.tensor(contexts).int()
+    tensors = [x.to(DEVICE) for x in (positions, start, lens, tables, torch.zeros_like(positions))]
+    batch = PagedBatch(*tensors, max(query_lens), max(contexts))
+    pool = (tables.numel(), block_size, heads[1], dim)
+    q = torch.randn(len(positions), heads[0], dim, generator=g)
+    return *(x.to(DEVICE) for x in (q, torch.randn(pool, generator=g), torch.randn(pool, generator=g))), batch
+
+
+@pytest.mark.parametrize(
+    ("config", "heads", "dim", "options"),
+    [
+        (ROWS, (6, 2), 32, {}),
+        (ROWS, (4, 4), 24, {"softcap": 5.0}),
+        (ROWS, (6, 2), 32, {"sliding_window": 20}),
+        (SPLIT, (9, 3), 16, {}),
+        (SPLIT, (6, 2), 32, {"sinks": True, "sliding_window": 40, "softcap": 3.0}),
+        (KEYS, (6, 2), 32, {}),
+        (KEYS, (4, 4), 24, {"sinks": True, "sliding_window": 16}),
+        (SPLIT_KEYS, (8, 1), 16, {"sinks": True, "softcap": 3.0}),
+    ],
+)
+def test_equals_pytorch(config, heads, dim, options):
+    q, k, v, batch = ragged(0, heads, dim)
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.randn(heads[0], device=DEVICE)}
+    expected = paged_attention(q, k, v, batch, dim**-0.5, **options)
+    got = decode_attention_triton(q, k, v, batch, dim**-0.5, config, **options)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("config", [ROWS, SPLIT, SPLIT_KEYS])
+def test_random_lengths(config, seed):
+    g = torch.Generator().manual_seed(seed)
+    queries = torch.randint(0, 9, (4,), generator=g).tolist()
+    histories = torch.randint(1, 150, (4,), generator=g).tolist()
+    q, k, v, batch = ragged(seed, (4, 2), 16, 8, queries, histories)
+    q = torch.cat((q, q), 1)[:, : q.shape[1]]  # rows with a stride of their own, as slices of a joint projection have
+    expected = paged_attention(q, k, v, batch, 0.25)
+    got = decode_attention_triton(q, k, v, batch, 0.25, config)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_table(monkeypatch):
+    """The first entry that holds a batch is taken, and what is not listed is left to the general kernel."""
+    small, large = DecodeConfig(32, 2, 3, 8), DecodeConfig(64, 4, 2)
+    monkeypatch.setattr(attention_table, "TABLE", {(32, 32): ((16, small), (64, large))})
+    assert choose_config(8, 8, 2, 3, 32, 2) is small
+    assert choose_config(9, 8, 2, 3, 32, 2) is large
+    assert choose_config(33, 8, 2, 3, 32, 2) is None
+    assert choose_config(8, 5, 2, 3, 32, 2) is None  # 15 rows: a tile of 16
+    assert choose_config(8, 8, 2, 3, 64, 2) is None
+    assert choose_config(8, 8, 2, 3, 32, 1) is None
+
+
+def test_tiles_and_splits():
+    assert [tile_rows(rows, 4) for rows in (1, 4, 5, 8, 14, 17)] == [16, 16, 32, 32, 64, 128]
+    assert tile_rows(5, 3) == 16
+    config = DecodeConfig(64, 4, 2, 16)
+    assert [useful_splits(config, n) for n in (1, 64, 65, 200, 512, 1024, 9000)] == [1, 1, 2, 4, 8, 16, 16]
+
+
+def test_listed_batches_run_it(monkeypatch):
+    q, k, v, batch = ragged(3)
+    q, k, v = q.half(), k.half(), v.half()
+    general = paged_attention_triton(q, k, v, batch, 0.2)
+    seen = []
+
+    def chosen(*facts):
+        seen.append(facts)
+        return SPLIT
+
+    monkeypatch.setattr("peagle.kernels.paged_attention.choose_config", chosen)
+    torch.testing.assert_close(paged_attention_triton(q, k, v, batch, 0.2), general, rtol=5e-3, atol=5e-3)
+    assert seen == [(4, 8, 2, 3, 32, 2)]
