@@ -1,5 +1,7 @@
 """Attention of one tile a request against the PyTorch form, in every form that a configuration can ask for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,20 +21,22 @@ SPLIT_KEYS = DecodeConfig(64, 4, 2, num_splits=2, keys_first=True)
 
 
 def ragged(seed, heads=(6, 2), dim=32, block_size=16, query_lens=(1, 8, 0, 3), histories=(0, 140, 3, 17)):
-    """q, caches and a batch with a request without rows, on the device; table entries behind a context are no block."""
+    """q, caches and a batch with a request without rows; behind a context its table names a block of NaN."""
     g = torch.Generator().manual_seed(seed)
     contexts = [h + q for h, q in zip(histories, query_lens, strict=True)]
     width = max(-(-c // block_size) for c in contexts)
     tables = torch.randperm(width * len(contexts), generator=g).view(len(contexts), width).int()
     for table, context in zip(tables, contexts, strict=True):
-        table[-(-context // block_size) :] = 2**31 - 1
+        table[-(-context // block_size) :] = tables.numel()
     positions = torch.cat([torch.arange(h, c) for h, c in zip(histories, contexts, strict=True)])
     start, lens = torch.tensor([0, *query_lens]).cumsum(0).int(), torch.tensor(contexts).int()
     tensors = [x.to(DEVICE) for x in (positions, start, lens, tables, torch.zeros_like(positions))]
     batch = PagedBatch(*tensors, max(query_lens), max(contexts))
-    pool = (tables.numel(), block_size, heads[1], dim)
-    q = torch.randn(len(positions), heads[0], dim, generator=g)
-    return *(x.to(DEVICE) for x in (q, torch.randn(pool, generator=g), torch.randn(pool, generator=g))), batch
+    q, cache = torch.randn(len(positions), heads[0], dim, generator=g), []
+    for _ in range(2):
+        cache.append(torch.randn(tables.numel() + 1, block_size, heads[1], dim, generator=g))
+        cache[-1][-1] = float("nan")
+    return *(x.to(DEVICE) for x in (q, *cache)), batch
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,30 @@ def test_random_lengths(config, seed):
     expected = paged_attention(q, k, v, batch, 0.25)
     got = decode_attention_triton(q, k, v, batch, 0.25, config)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("config", [ROWS, SPLIT, KEYS, SPLIT_KEYS])
+@pytest.mark.parametrize("early_join", [False, True])
+def test_bfloat16_in_a_graph(config, early_join):
+    """What the matrix units compute, replayed over other queries and lengths than it was recorded with."""
+    q, k, v, batch = ragged(4, (8, 2), 64)
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    config = replace(config, early_join=early_join)
+    decode_attention_triton(q, k, v, batch, 0.125, config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention_triton(q, k, v, batch, 0.125, config)
+    for shorter in (0, 50):
+        q.normal_()
+        batch.context_lens[1] -= shorter
+        batch.positions[1:9] -= shorter
+        out.fill_(float("nan"))
+        graph.replay()
+        batch.views = None
+        expected = paged_attention(q.float(), k, v, batch, 0.125)
+        assert (out.float() - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_table(monkeypatch):

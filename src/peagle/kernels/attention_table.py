@@ -11,7 +11,8 @@ class DecodeConfig:
 
     block_n: keys a tile, a power of 2, at least 16. num_splits: into how many parts a request's keys are split at most,
     a power of 2. keys_first: scores are computed as keys x queries, so that the keys fill the 64 rows that Hopper's
-    matrix instruction wants (block_n at least 64, 4 warps), and not as queries x keys.
+    matrix instruction wants (block_n at least 64, 4 warps), and not as queries x keys. early_join: the kernel that
+    joins splits is launched while the first still runs (Hopper's programmatic dependent launch).
     """
 
     block_n: int
@@ -19,6 +20,7 @@ class DecodeConfig:
     num_stages: int
     num_splits: int = 1
     keys_first: bool = False
+    early_join: bool = False
 
 
 # (head_dim, rows of a tile) -> (most requests x kv heads, configuration), ascending; the first that holds a batch is

@@ -26,17 +26,25 @@ def _decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_SPLIT: tl.constexpr,
+    EARLY_JOIN: tl.constexpr,
 ):  # fmt: skip
     log2_e: tl.constexpr = 1.4426950408889634  # scores are powers of 2
     KEYS: tl.constexpr = 0 if KEYS_FIRST else 1  # the axis of the keys in a tile of scores
+    if EARLY_JOIN:  # the join may be started, to wait for this kernel's results on the card
+        tl.extra.cuda.gdc_launch_dependents()
     # heads run fastest: the programs that run together read neighbouring parts of the same positions
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)
     step = tl.num_programs(2) * BLOCK_N
+    # Splits take turns at the tiles, so the first blocks are looked up before any length is known.
+    table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
+    first = split * BLOCK_N
+    page = (first + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
+    block = tl.load(table_ptr + page, mask=page < table_width, other=0)
+    context = tl.load(context_ptr + request)
     start = tl.load(query_start_ptr + request)
     end = tl.load(query_start_ptr + request + 1)
-    context = tl.load(context_ptr + request)
     if start == end:
         return
 
@@ -48,10 +56,12 @@ def _decode_attention_kernel(
     q_mask = live[:, None] & (d < HEAD_DIM)[None]
     q = tl.load(q_ptr + row[:, None] * q_stride_row + head[:, None] * q_stride_head + d[None], mask=q_mask, other=0.0)
     position = tl.load(position_ptr + row, mask=live, other=-1).to(tl.int32)
-    first = split * BLOCK_N  # splits take turns, so a program's first keys do not depend on the length
+    newest = tl.minimum(position, context - 1)
     if HAS_WINDOW:
         oldest = tl.min(tl.where(live, position, 2147483647), 0) - window + 1
         first += tl.maximum(oldest, 0) // BLOCK_N * BLOCK_N
+        page = (first + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
+        block = tl.load(table_ptr + page, mask=page < table_width, other=0)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -60,11 +70,6 @@ def _decode_attention_kernel(
         best = tl.load(sinks_ptr + head, mask=live & begins, other=float("-inf")).to(tl.float32) * log2_e
         total = tl.where(begins, 1.0, 0.0)
     acc = tl.zeros([DIM, ROWS] if KEYS_FIRST else [ROWS, DIM], tl.float32)
-    # The blocks of the next tile are looked up a tile ahead: keys whose address waits for a load of the same tile
-    # would be fetched with half of the pipeline's depth.
-    table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
-    page = (first + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
-    block = tl.load(table_ptr + page, mask=page < table_width, other=0)
     for n0 in range(first, context, step):
         n = n0 + tl.arange(0, BLOCK_N)
         slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
@@ -72,6 +77,8 @@ def _decode_attention_kernel(
         loaded = (n < context)[:, None]
         if DIM != HEAD_DIM:
             loaded = loaded & (d < HEAD_DIM)[None]
+        # The blocks of the next tile are looked up a tile ahead: keys whose address waits for a load of the same tile
+        # would be fetched with half of the pipeline's depth.
         page = (n + step) // BLOCK_SIZE
         block = tl.load(table_ptr + page, mask=page < table_width, other=0)
         k = tl.load(k_ptr + offset, mask=loaded, other=0.0).to(q.dtype)
@@ -83,7 +90,7 @@ def _decode_attention_kernel(
         if HAS_SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1) * log2_e
         keys = tl.expand_dims(n, 1 - KEYS)
-        seen = (keys <= tl.expand_dims(position, KEYS)) & (keys < context)
+        seen = keys <= tl.expand_dims(newest, KEYS)
         if HAS_WINDOW:
             seen = seen & (keys > tl.expand_dims(position, KEYS) - window)
         scores = tl.where(seen, scores, float("-inf"))
@@ -148,8 +155,9 @@ def decode_attention_triton(
         DIM=max(16, triton.next_power_of_2(head_dim)), ROWS=tile_rows(batch.max_query_len, group),
         BLOCK_N=config.block_n, KEYS_FIRST=config.keys_first,
         HAS_SINKS=sinks is not None, HAS_WINDOW=sliding_window is not None, HAS_SOFTCAP=bool(softcap),
-        IS_SPLIT=num_splits > 1, num_warps=config.num_warps, num_stages=config.num_stages,
+        IS_SPLIT=num_splits > 1, EARLY_JOIN=config.early_join and num_splits > 1,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        join_splits(out, part, best, total)
+        join_splits(out, part, best, total, config.early_join)
     return out

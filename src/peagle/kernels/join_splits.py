@@ -10,9 +10,11 @@ from torch import Tensor
 @triton.jit
 def _join_kernel(
     out_ptr, part_ptr, best_ptr, total_ptr, num_cells,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     # One program a row and head puts the splits of its keys together.
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
     cell = tl.program_id(0)
     d = tl.arange(0, DIM)
     split = tl.arange(0, NUM_SPLITS)
@@ -27,11 +29,16 @@ def _join_kernel(
     tl.store(out_ptr + cell.to(tl.int64) * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-def join_splits(out: Tensor, part: Tensor, best: Tensor, total: Tensor) -> None:
+def join_splits(out: Tensor, part: Tensor, best: Tensor, total: Tensor, is_early: bool = False) -> None:
     """out [T, Hq, D] from part [S, T, Hq, D] (sums of weighted values), best and total [S, T, Hq] (each part's greatest
-    score, in natural units, and its sum of exp(score - best)), all but out float32; S is a power of 2."""
+    score, in natural units, and its sum of exp(score - best)), all but out float32; S is a power of 2.
+
+    is_early: the kernel that makes the parts lets this one be launched before it ends (programmatic dependent launch).
+    """
     num_splits, rows, num_heads, head_dim = part.shape
+    launch = {"launch_pdl": True} if is_early else {}  # Triton's interpreter does not know the word
     _join_kernel[(rows * num_heads,)](
         out, part, best, total, rows * num_heads,
-        HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), NUM_SPLITS=num_splits, num_warps=2,
+        HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), NUM_SPLITS=num_splits, IS_EARLY=is_early,
+        num_warps=2, **launch,
     )  # fmt: skip
