@@ -63,7 +63,7 @@ def compile_one(job: tuple[str, int, int, DecodeConfig | None]) -> None:
         form(case.queries(), *case.caches[0])
         torch.cuda.synchronize()
     except Exception:  # it fails again when it is its turn, and is reported then
-        pass
+        return
 
 
 def compile_all(models: list[str], shapes: list[tuple[int, int]]) -> None:
@@ -73,9 +73,10 @@ def compile_all(models: list[str], shapes: list[tuple[int, int]]) -> None:
         for requests, rows in shapes:
             jobs[model, requests, rows] = (model, requests, rows, None)
             for config in candidates(requests, rows, heads, kv_heads):
-                tile, facts = tile_rows(rows, heads // kv_heads), asdict(config)
-                facts["num_splits"] = min(2, config.num_splits)  # how many does not change the kernel
-                jobs[model, tile, tuple(facts.values())] = (model, 1, rows, DecodeConfig(**facts))
+                # how many splits there are changes the kernel that joins them, not the other
+                alike = replace(config, num_splits=min(2, config.num_splits))
+                jobs[model, tile_rows(rows, heads // kv_heads), alike] = (model, 1, rows, alike)
+                jobs[model, "join", config.num_splits, config.early_join] = (model, 1, rows, config)
     with ProcessPoolExecutor(COMPILERS, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs.values(), chunksize=1))
 

@@ -61,6 +61,13 @@ def test_equals_pytorch(config, heads, dim, options):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("config", [ROWS, SPLIT_KEYS])
+def test_equal_rows(config):
+    q, k, v, batch = ragged(5, query_lens=(3, 3, 3), histories=(0, 90, 17))
+    expected = paged_attention(q, k, v, batch, 0.2)
+    torch.testing.assert_close(decode_attention_triton(q, k, v, batch, 0.2, config), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("config", [ROWS, SPLIT, SPLIT_KEYS])
 def test_random_lengths(config, seed):

@@ -18,15 +18,15 @@ from peagle.target.paged_attention import PagedBatch
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride", "table_width"])
+@triton.jit(do_not_specialize=["num_rows", "query_len", "table_stride", "table_width"])
 def _decode_attention_kernel(
     out_ptr, part_ptr, best_ptr, total_ptr,
     q_ptr, k_ptr, v_ptr, sinks_ptr, position_ptr, query_start_ptr, context_ptr, block_table_ptr,
-    num_rows, table_stride, table_width, q_stride_row, q_stride_head, scale, window, softcap,
+    num_rows, query_len, table_stride, table_width, q_stride_row, q_stride_head, scale, window, softcap,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_SPLIT: tl.constexpr,
-    EARLY_JOIN: tl.constexpr,
+    IS_UNIFORM: tl.constexpr, EARLY_JOIN: tl.constexpr,
 ):  # fmt: skip
     log2_e: tl.constexpr = 1.4426950408889634  # scores are powers of 2
     KEYS: tl.constexpr = 0 if KEYS_FIRST else 1  # the axis of the keys in a tile of scores
@@ -43,10 +43,14 @@ def _decode_attention_kernel(
     page = (first + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
     block = tl.load(table_ptr + page, mask=page < table_width, other=0)
     context = tl.load(context_ptr + request)
-    start = tl.load(query_start_ptr + request)
-    end = tl.load(query_start_ptr + request + 1)
-    if start == end:
-        return
+    if IS_UNIFORM:
+        start = request * query_len
+        end = start + query_len
+    else:
+        start = tl.load(query_start_ptr + request)
+        end = tl.load(query_start_ptr + request + 1)
+        if start == end:
+            return
 
     m = tl.arange(0, ROWS)
     row = start + m // GROUP
@@ -139,22 +143,25 @@ def decode_attention_triton(
     if q.stride(2) != 1:
         q = q.contiguous()
     group = num_heads // num_kv_heads
+    requests = len(batch.query_start) - 1
     num_splits = useful_splits(config, batch.max_context_len)
     out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     part = best = total = out
     if num_splits > 1:
         part = torch.empty((num_splits, rows, num_heads, head_dim), dtype=torch.float32, device=q.device)
         best, total = torch.empty((2, num_splits, rows, num_heads), dtype=torch.float32, device=q.device)
-    _decode_attention_kernel[(num_kv_heads, len(batch.query_start) - 1, num_splits)](
+    _decode_attention_kernel[(num_kv_heads, requests, num_splits)](
         out, part, best, total,
         q, k_cache, v_cache, sinks if sinks is not None else q,
         batch.positions, batch.query_start, batch.context_lens, batch.block_tables,
-        rows, batch.block_tables.stride(0), batch.block_tables.shape[1], q.stride(0), q.stride(1),
+        rows, batch.max_query_len, batch.block_tables.stride(0), batch.block_tables.shape[1], q.stride(0), q.stride(1),
         scale if softcap else scale * LOG2_E, sliding_window or 0, softcap or 0.0,
         BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
         DIM=max(16, triton.next_power_of_2(head_dim)), ROWS=tile_rows(batch.max_query_len, group),
         BLOCK_N=config.block_n, KEYS_FIRST=config.keys_first,
         HAS_SINKS=sinks is not None, HAS_WINDOW=sliding_window is not None, HAS_SOFTCAP=bool(softcap),
+        # as many rows as that leave no request fewer than the others: then nobody waits for query_start
+        IS_UNIFORM=rows == requests * batch.max_query_len,
         IS_SPLIT=num_splits > 1, EARLY_JOIN=config.early_join and num_splits > 1,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
