@@ -36,7 +36,7 @@ FORMS: dict[int, list[tuple[int, int, int, bool]]] = {
          (64, 4, 3, False), (64, 4, 2, True), (64, 4, 3, True)],
     32: [(32, 2, 3, False), (32, 2, 4, False), (32, 4, 3, False), (64, 2, 3, False), (64, 4, 2, False),
          (64, 4, 3, False), (64, 4, 2, True), (64, 4, 3, True)],
-    64: [(32, 4, 3, False), (32, 4, 4, False), (64, 4, 2, False), (64, 4, 3, False), (64, 4, 2, True),
+    64: [(32, 4, 3, False), (32, 4, 4, False), (64, 4, 2, False), (64, 4, 3, False), (64, 4, 4, False),
          (64, 8, 3, False), (128, 8, 2, False)],
 }  # fmt: skip
 

@@ -19,6 +19,8 @@ from tests.engine.helpers import ASCII, SEQUENCES, greedy, make_engine, run, tin
 
 pytest.importorskip("triton")
 from peagle.kernels import draft_batch_triton, fused_layer_triton
+from peagle.kernels.attention_table import DecodeConfig
+from peagle.kernels.decode_attention import decode_attention_triton
 from peagle.kernels.paged_attention import paged_attention_triton, write_kv_triton
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them compiled, in test_gpu")
@@ -50,15 +52,28 @@ def facts(engine: Engine, params: SamplingParams) -> list[Any]:
     return [(r.output_token_ids, r.metrics) for r in run(engine, SEQUENCES[:3], params)]
 
 
+def attend_in_one_tile(q: Tensor, cache: tuple[Tensor, Tensor], batch: Any, scale: float, *args: Any) -> Tensor:
+    return decode_attention_triton(q, *cache, batch, scale, DecodeConfig(16, 4, 2, num_splits=2), *args)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
-def test_same_as_eager(target_folder: Callable[[str], Path], request: pytest.FixtureRequest, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "one_tile"), [("p-eagle", False), ("p-eagle", True), ("eagle3", False)])
+def test_same_as_eager(
+    target_folder: Callable[[str], Path],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    one_tile: bool,
+) -> None:
     target: Target = load_target(str(target_folder("llama")), device="cpu")
     with torch.no_grad():
         target.lm_head_weight[ASCII:] = 0
     drafter = tiny_head(target, kind, draft_vocab_size=8, own_lm_head=True)
     expected = facts(make_engine(target, drafter, 3), greedy(12))
     request.getfixturevalue("as_on_a_gpu")
+    if one_tile:
+        for module in (paged_attention, fused_layer):
+            monkeypatch.setattr(module, "attend_written", attend_in_one_tile)
     fuse_decoder_layers(target)
     engine = make_engine(target, drafter, 3)
     assert engine.runner.draft_pass is not None

@@ -15,8 +15,6 @@ from peagle.kernels.attention_table import DecodeConfig, tile_rows, useful_split
 from peagle.kernels.join_splits import join_splits
 from peagle.target.paged_attention import PagedBatch
 
-LOG2_E = 1.4426950408889634
-
 
 @triton.jit(do_not_specialize=["num_rows", "query_len", "table_stride", "table_width"])
 def _decode_attention_kernel(
@@ -28,7 +26,8 @@ def _decode_attention_kernel(
     HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_SPLIT: tl.constexpr,
     IS_UNIFORM: tl.constexpr, EARLY_JOIN: tl.constexpr,
 ):  # fmt: skip
-    log2_e: tl.constexpr = 1.4426950408889634  # scores are powers of 2
+    log2_e: tl.constexpr = 1.4426950408889634
+    to_log2 = log2_e if HAS_SOFTCAP else scale * log2_e  # of a score, whose exponentials are powers of 2
     KEYS: tl.constexpr = 0 if KEYS_FIRST else 1  # the axis of the keys in a tile of scores
     if EARLY_JOIN:  # the join may be started, to wait for this kernel's results on the card
         tl.extra.cuda.gdc_launch_dependents()
@@ -68,11 +67,11 @@ def _decode_attention_kernel(
         block = tl.load(table_ptr + page, mask=page < table_width, other=0)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:  # in the first split only
-        begins = (m * 0 + split) == 0
-        best = tl.load(sinks_ptr + head, mask=live & begins, other=float("-inf")).to(tl.float32) * log2_e
-        total = tl.where(begins, 1.0, 0.0)
+        best = tl.load(sinks_ptr + head, mask=live & (m * 0 + split == 0), other=float("-inf")).to(tl.float32) * log2_e
+    sink = best
+    # summed over the keys at the end: within the loop it would cost the warps a barrier
+    sums = tl.zeros([BLOCK_N, ROWS] if KEYS_FIRST else [ROWS, BLOCK_N], tl.float32)
     acc = tl.zeros([DIM, ROWS] if KEYS_FIRST else [ROWS, DIM], tl.float32)
     for n0 in range(first, context, step):
         n = n0 + tl.arange(0, BLOCK_N)
@@ -88,28 +87,31 @@ def _decode_attention_kernel(
         k = tl.load(k_ptr + offset, mask=loaded, other=0.0).to(q.dtype)
         v = tl.load(v_ptr + offset, mask=loaded, other=0.0).to(q.dtype)
         if KEYS_FIRST:
-            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee")
         else:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_SOFTCAP:
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1) * log2_e
+            scores = softcap * (2 * tl.sigmoid(2 * scores * scale / softcap) - 1)
         keys = tl.expand_dims(n, 1 - KEYS)
         seen = keys <= tl.expand_dims(newest, KEYS)
         if HAS_WINDOW:
             seen = seen & (keys > tl.expand_dims(position, KEYS) - window)
         scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, KEYS))
+        new_best = tl.maximum(best, tl.max(scores, KEYS) * to_log2)
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - tl.expand_dims(safe, KEYS))
+        weights = tl.exp2(scores * to_log2 - tl.expand_dims(safe, KEYS))
         shrink = tl.exp2(best - safe)
+        sums = sums * tl.expand_dims(shrink, KEYS) + weights
         acc = acc * tl.expand_dims(shrink, KEYS)
         if KEYS_FIRST:
             acc += tl.dot(tl.trans(v), weights.to(q.dtype), input_precision="ieee")
         else:
             acc += tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, KEYS)
         best = new_best
 
+    total = tl.sum(sums, KEYS)
+    if HAS_SINKS:  # it takes probability and gives nothing
+        total += tl.exp2(sink - tl.where(sink == float("-inf"), 0.0, best))
     if KEYS_FIRST:
         acc = tl.trans(acc)
     cell = row * (NUM_KV_HEADS * GROUP) + head
@@ -155,7 +157,7 @@ def decode_attention_triton(
         q, k_cache, v_cache, sinks if sinks is not None else q,
         batch.positions, batch.query_start, batch.context_lens, batch.block_tables,
         rows, batch.max_query_len, batch.block_tables.stride(0), batch.block_tables.shape[1], q.stride(0), q.stride(1),
-        scale if softcap else scale * LOG2_E, sliding_window or 0, softcap or 0.0,
+        scale, sliding_window or 0, softcap or 0.0,
         BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
         DIM=max(16, triton.next_power_of_2(head_dim)), ROWS=tile_rows(batch.max_query_len, group),
         BLOCK_N=config.block_n, KEYS_FIRST=config.keys_first,
