@@ -28,7 +28,12 @@ from peagle.bench.machine import machine_facts, machine_line
 from peagle.bench.tables import align
 from peagle.kernels.attention_table import DecodeConfig, tile_rows
 
-SHAPES, COMPILERS = "64x8,64x14,64x4,64x1,8x8,1x8,1x1", 12
+# REQUESTSxROWS, the most wanted first: verification of K = 7, 3 and 0 drafts; 14 rows are P-EAGLE's draft batch of K = 7
+SHAPES = {
+    "llama-8b": "64x8,64x14,8x8,1x8,64x4,64x1,8x14,1x14,1x4,1x1,8x4,8x1,16x8,32x8,16x14",
+    "smollm2": "64x8,8x8,1x8",
+}
+COMPILERS, MOST_SHOWN = 14, 10
 
 # by rows of a tile: (block_n, num_warps, num_stages, keys_first)
 FORMS: dict[int, list[tuple[int, int, int, bool]]] = {
@@ -66,17 +71,16 @@ def compile_one(job: tuple[str, int, int, DecodeConfig | None]) -> None:
         return
 
 
-def compile_all(models: list[str], shapes: list[tuple[int, int]]) -> None:
+def compile_all(shapes: list[tuple[str, int, int]]) -> None:
     jobs: dict[Any, tuple[str, int, int, DecodeConfig | None]] = {}
-    for model in models:
+    for model, requests, rows in shapes:
         heads, kv_heads, _ = MODELS[model]
-        for requests, rows in shapes:
-            jobs[model, requests, rows] = (model, requests, rows, None)
-            for config in candidates(requests, rows, heads, kv_heads):
-                # how many splits there are changes the kernel that joins them, not the other
-                alike = replace(config, num_splits=min(2, config.num_splits))
-                jobs[model, tile_rows(rows, heads // kv_heads), alike] = (model, 1, rows, alike)
-                jobs[model, "join", config.num_splits, config.early_join] = (model, 1, rows, config)
+        jobs[model, requests, rows] = (model, requests, rows, None)
+        for config in candidates(requests, rows, heads, kv_heads):
+            # how many splits there are changes the kernel that joins them, not the other
+            alike = replace(config, num_splits=min(2, config.num_splits))
+            jobs[model, tile_rows(rows, heads // kv_heads), alike] = (model, 1, rows, alike)
+            jobs[model, "join", config.num_splits, config.early_join] = (model, 1, rows, config)
     with ProcessPoolExecutor(COMPILERS, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs.values(), chunksize=1))
 
@@ -93,10 +97,21 @@ def measure(case: Case, config: DecodeConfig | None, form: Form) -> dict[str, An
         return found | {"failed": f"{error.__class__.__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
 
 
+def line(result: dict[str, Any], median: dict[str, float]) -> list[str]:
+    """A row of the table: the general kernel and the best configuration of a shape."""
+    floor, nan = result["floor_us"], float("nan")
+    best = min(median.keys() - {"general", "torch flash"}, key=lambda key: median[key])
+    old, new, us = median.get("general", nan), median[best], result["forms"][best]["us"]
+    numbers = (f"{floor:.1f}", f"{old:.1f}", f"{old / floor:.2f}", f"{new:.1f}", f"{min(us):.1f}..{max(us):.1f}",
+               f"{result['bytes'] / new / 1e3:.0f}", f"{new / floor:.2f}")  # fmt: skip
+    shape = f"{result['requests']}x{result['rows']}"
+    return [result["model"], shape, *numbers, best, f"{median.get('torch flash', nan):.1f}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama-8b,smollm2")
-    parser.add_argument("--shapes", default=SHAPES, help="REQUESTSxROWS, by commas.")
+    parser.add_argument("--shapes", default=None, help="REQUESTSxROWS, by commas; default: some of each model's.")
     parser.add_argument("--seconds", type=float, default=70, help="Start no further configuration after this.")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
@@ -105,9 +120,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/decode_attention.py needs a CUDA device")
     begin = time.perf_counter()
-    models = args.models.split(",")
-    shapes = [(int(a), int(b)) for a, b in (shape.split("x") for shape in args.shapes.split(","))]
-    compile_all(models, shapes)
+    shapes = []
+    for model in args.models.split(","):
+        for shape in (args.shapes or SHAPES[model]).split(","):
+            requests, rows = map(int, shape.split("x"))
+            shapes.append((model, requests, rows))
+    compile_all(shapes)
     compiled = time.perf_counter() - begin
     device = torch.device("cuda")
     facts, speed = machine_facts(device, torch.bfloat16), bandwidth(device)
@@ -115,36 +133,25 @@ def main() -> None:
     results, skipped = [], 0
     table = [["model", "shape", "floor us", "general", "ratio", "best", "min..max", "GB/s", "ratio", "configuration",
               "torch flash"]]  # fmt: skip
-    for model in models:
-        for requests, rows in shapes:
-            case = make_case(model, requests, rows)
-            floor = case.num_bytes / speed * 1e6
-            found = {
-                "general": measure(case, None, general(case)),
-                "torch flash": measure(case, None, torch_flash(case)),
-            }
-            for config in candidates(requests, rows, *case.heads[:2]):
-                if time.perf_counter() - begin > args.seconds:
-                    skipped += 1
-                    continue
-                found[name(config)] = measure(case, config, configured(case, config))
-            results.append({"model": model, "requests": requests, "rows": rows, "contexts": case.contexts,
-                            "bytes": case.num_bytes, "floor_us": floor, "forms": found})  # fmt: skip
-            median = {key: statistics.median(x["us"]) for key, x in found.items() if "us" in x}
-            print(f"{model} {requests}x{rows}: " + " ".join(f"{key} {us:.1f}" for key, us in median.items()))
-            for key, x in found.items():
-                if "failed" in x:
-                    print(f"  {key} left out: {x['failed']}")
-            ours = {key: us for key, us in median.items() if found[key]["config"] is not None}
-            if not ours:
+    for model, requests, rows in shapes:
+        case = make_case(model, requests, rows)
+        forms = {"general": measure(case, None, general(case)), "torch flash": measure(case, None, torch_flash(case))}
+        for config in candidates(requests, rows, *case.heads[:2]):
+            if time.perf_counter() - begin > args.seconds:
+                skipped += 1
                 continue
-            best, old = min(ours, key=lambda key: ours[key]), median.get("general", float("nan"))
-            us = found[best]["us"]
-            table.append([model, f"{requests}x{rows}", f"{floor:.1f}", f"{old:.1f}", f"{old / floor:.2f}",
-                          f"{ours[best]:.1f}", f"{min(us):.1f}..{max(us):.1f}",
-                          f"{case.num_bytes / ours[best] / 1e3:.0f}", f"{ours[best] / floor:.2f}", best,
-                          f"{median.get('torch flash', float('nan')):.1f}"])  # fmt: skip
-            del case
+            forms[name(config)] = measure(case, config, configured(case, config))
+        results.append({"model": model, "requests": requests, "rows": rows, "contexts": case.contexts,
+                        "bytes": case.num_bytes, "floor_us": case.num_bytes / speed * 1e6, "forms": forms})  # fmt: skip
+        del case
+        median = {key: statistics.median(x["us"]) for key, x in forms.items() if "us" in x}
+        fastest = sorted(median.items(), key=lambda item: item[1])[:MOST_SHOWN]
+        print(f"{model} {requests}x{rows}: " + ", ".join(f"{key} {us:.1f}" for key, us in fastest))
+        for key, x in forms.items():
+            if "failed" in x:
+                print(f"  {key} left out: {x['failed'][:120]}")
+        if median.keys() - {"general", "torch flash"}:
+            table.append(line(results[-1], median))
     print("\nus a layer; a configuration is block_n (k: keys first) / warps / stages / splits (e: early join)")
     print(align(table, left=2))
     print(f"{time.perf_counter() - begin:.0f} s, {skipped} configurations not timed")
