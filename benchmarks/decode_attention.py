@@ -28,7 +28,7 @@ from peagle.bench.machine import machine_facts, machine_line
 from peagle.bench.tables import align
 from peagle.kernels.attention_table import DecodeConfig, tile_rows
 
-# REQUESTSxROWS, the most wanted first: verification of K = 7, 3 and 0 drafts; 14 rows are P-EAGLE's draft batch of K = 7
+# REQUESTSxROWS, verification of K = 7, 3 and 0 drafts; 14 rows are P-EAGLE's draft batch for K = 7
 SHAPES = {
     "llama-8b": "64x8,64x14,8x8,1x8,64x4,64x1,8x14,1x14,1x4,1x1,8x4,8x1,16x8,32x8,16x14",
     "smollm2": "64x8,8x8,1x8",
@@ -38,9 +38,9 @@ COMPILERS, MOST_SHOWN = 14, 10
 # by rows of a tile: (block_n, num_warps, num_stages, keys_first)
 FORMS: dict[int, list[tuple[int, int, int, bool]]] = {
     16: [(32, 2, 3, False), (32, 2, 4, False), (32, 4, 3, False), (64, 2, 3, False), (64, 4, 2, False),
-         (64, 4, 3, False), (64, 4, 2, True), (64, 4, 3, True)],
+         (64, 4, 3, False), (64, 4, 2, True), (64, 4, 3, True), (128, 4, 2, False)],
     32: [(32, 2, 3, False), (32, 2, 4, False), (32, 4, 3, False), (64, 2, 3, False), (64, 4, 2, False),
-         (64, 4, 3, False), (64, 4, 2, True), (64, 4, 3, True)],
+         (64, 4, 3, False), (64, 4, 2, True), (64, 4, 3, True), (128, 8, 2, False)],
     64: [(32, 4, 3, False), (32, 4, 4, False), (64, 4, 2, False), (64, 4, 3, False), (64, 4, 4, False),
          (64, 8, 3, False), (128, 8, 2, False)],
 }  # fmt: skip
