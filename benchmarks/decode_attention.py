@@ -108,6 +108,27 @@ def line(result: dict[str, Any], median: dict[str, float]) -> list[str]:
     return [result["model"], shape, *numbers, best, f"{median.get('torch flash', nan):.1f}"]
 
 
+def best_table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The best configuration of each head_dim, tile and number of programs, by the sum of its ratios to the floor."""
+    groups: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    for result in results:
+        heads, kv_heads, dim = MODELS[result["model"]]
+        key = (dim, tile_rows(result["rows"], heads // kv_heads), result["requests"] * kv_heads)
+        groups.setdefault(key, []).append(result)
+    lines = []
+    for (dim, tile, programs), members in sorted(groups.items()):
+        ratios = [
+            {key: statistics.median(x["us"]) / result["floor_us"] for key, x in result["forms"].items() if "us" in x}
+            for result in members
+        ]
+        common = [key for key in ratios[0] if key != "torch flash" and all(key in ratio for ratio in ratios)]
+        if common:
+            best = min(common, key=lambda key: sum(ratio[key] for ratio in ratios))
+            config = members[0]["forms"][best]["config"]
+            lines.append({"head_dim": dim, "tile_rows": tile, "programs": programs, "config": config})
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama-8b,smollm2")
@@ -154,9 +175,14 @@ def main() -> None:
             table.append(line(results[-1], median))
     print("\nus a layer; a configuration is block_n (k: keys first) / warps / stages / splits (e: early join)")
     print(align(table, left=2))
+    lines = best_table(results)
+    for x in lines:
+        config = None if x["config"] is None else DecodeConfig(**x["config"])
+        print(f"({x['head_dim']}, {x['tile_rows']}): ({x['programs']}, {config}),")
     print(f"{time.perf_counter() - begin:.0f} s, {skipped} configurations not timed")
     if args.json is not None:
-        write_json(args.json, {"machine": facts, "bytes_per_second": speed, "results": results, "not_timed": skipped})
+        found = {"machine": facts, "bytes_per_second": speed, "results": results, "table": lines, "not_timed": skipped}
+        write_json(args.json, found)
 
 
 if __name__ == "__main__":

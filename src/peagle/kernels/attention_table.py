@@ -23,11 +23,11 @@ class DecodeConfig:
     early_join: bool = False
 
 
+MANY = 1 << 30
 # (head_dim, rows of a tile) -> (most requests x kv heads, configuration), ascending; the first that holds a batch is
-# taken. What is not listed runs the general kernel of `kernels/paged_attention.py`.
-TABLE: dict[tuple[int, int], tuple[tuple[int, DecodeConfig], ...]] = {}
-
-MOST_TILE_ROWS = 64
+# taken. None, and what is not listed: the general kernel of `kernels/paged_attention.py`. Lines as
+# `benchmarks/decode_attention.py` prints them.
+TABLE: dict[tuple[int, int], tuple[tuple[int, DecodeConfig | None], ...]] = {}
 
 
 def tile_rows(max_query_len: int, group: int) -> int:
