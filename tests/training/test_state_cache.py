@@ -53,6 +53,12 @@ def test_takes_memory_once_and_no_more_than_all_tokens_need() -> None:
     assert cache.get([Placed(1, 0, 5), Placed(0, 5, 4)], 9) is not None
 
 
+def test_more_than_the_memory_holds_names_the_flag() -> None:
+    cache = StateCache(1 << 58, 1 << 50)
+    with pytest.raises(InputError, match="lower --state-cache-gib"):
+        cache.put([Placed(0, 0, 4)], torch.ones(9, 6), torch.ones(9, 2))
+
+
 @pytest.mark.parametrize("gib", [0.0, 2e-5, 1.0])
 def test_a_run_of_several_epochs_gives_the_same_head(tmp_path: Path, gib: float, monkeypatch: Any) -> None:
     """Also when only some documents fit: a step's states come from one place or the other."""

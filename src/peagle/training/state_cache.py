@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peagle.training.memory import fits
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -54,7 +56,8 @@ class StateCache:
                 return
             each = aux.shape[1] * aux.element_size() + hidden.shape[1] * hidden.element_size()
             count = 1 + min(self.tokens, self.room // each)
-            self.rows = aux.new_empty(count, aux.shape[1]), hidden.new_empty(count, hidden.shape[1])
+            with fits(f"the state cache of {count:,} tokens", "lower --state-cache-gib"):
+                self.rows = aux.new_empty(count, aux.shape[1]), hidden.new_empty(count, hidden.shape[1])
             for rows in self.rows:
                 rows[0] = 0
         for item in placed:
