@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from peagle.bench.arms import Setup
+from peagle.bench.backends import same_dtype
 from peagle.bench.server_commands import (
     caches_prefixes,
     common_args,
@@ -20,6 +21,7 @@ from peagle.bench.server_commands import (
     vllm_command,
 )
 from peagle.bench.server_process import ServerStartError, free_port, running_server
+from peagle.bench.target_text import read_target_text
 from peagle.errors import InputError
 
 HEALTHY = """
@@ -116,6 +118,12 @@ def test_an_interrupt_stops_the_server_too(tmp_path, interruptible):
     ):
         signal.raise_signal(signal.SIGINT)
     assert not alive(int(log.read_text().split("pid ")[-1].split()[0]))
+
+
+def test_engines_are_told_the_same_dtype(target_folder):
+    text = read_target_text(str(target_folder("llama")))
+    assert same_dtype("auto", text, "cpu") == "float32"
+    assert same_dtype("bfloat16", text, "cpu") == "bfloat16"
 
 
 def test_commands(tmp_path, monkeypatch):

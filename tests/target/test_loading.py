@@ -1,5 +1,6 @@
 """Loading targets: folders, GGUF files, wheels, and what is refused."""
 
+import copy
 import json
 import shutil
 
@@ -10,7 +11,7 @@ from transformers import GenerationConfig
 
 from peagle.errors import InputError
 from peagle.target import loading
-from peagle.target.loading import eos_ids, load_target, resolve_model, target_fingerprint
+from peagle.target.loading import auto_dtype, eos_ids, load_target, resolve_model, target_fingerprint
 from peagle.training.identity import target_identity
 from tests.conftest import ARCHITECTURES, make_model, randomise
 
@@ -55,6 +56,23 @@ def test_auto_is_float32_on_the_cpu_whatever_is_stored(tmp_path, llama):
     stored = make_model("llama").to(torch.bfloat16)
     stored.save_pretrained(tmp_path)
     assert load_target(str(tmp_path), device="cpu").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("stored", "name", "expected"),
+    [
+        (torch.float16, "folder", torch.float16),
+        (torch.bfloat16, "folder", torch.bfloat16),
+        (torch.float32, "folder", torch.bfloat16),
+        (None, "folder", torch.bfloat16),
+        (torch.float16, "model.Q4_1.gguf", torch.bfloat16),  # what the conversion is stored in
+        (torch.float16, "wheel:some-model", torch.bfloat16),
+    ],
+)
+def test_auto_on_a_gpu(llama, stored, name, expected):
+    config = copy.deepcopy(llama.config)
+    config.dtype = stored
+    assert auto_dtype(config, name, "cuda") == expected
 
 
 def test_rotary_frequencies_stay_float32(target_folder):

@@ -23,6 +23,7 @@ from peagle.bench.server_process import free_port, running_server
 from peagle.bench.target_text import TargetText
 from peagle.bench.workloads import Workload
 from peagle.errors import InputError
+from peagle.target.facts import read_target_config
 from peagle.target.model import Target
 
 # Counters of a server may reach /metrics a moment after the last token has reached the client.
@@ -206,8 +207,8 @@ class Backends:
         further = s.speculative_args.get(setup.method, {})
         settings = server_commands.speculative_settings(setup, s.heads.get(setup.method), further)
         options: list[tuple[str, object]] = [("--max-num-seqs", s.max_num_seqs), ("--max-model-len", s.max_model_len)]
-        options.append(("--dtype", None if s.dtype == "auto" else s.dtype))
         assert self.text is not None
+        options.append(("--dtype", same_dtype(s.dtype, self.text, s.device)))
         if setup.engine == "peagle-serve":
             options.append(("--device", s.device))
             args = server_commands.common_args(port, options, s.serve_args)
@@ -225,6 +226,19 @@ class Backends:
         """A server started here whose own flags turn prefix caching on is started anew for every arm."""
         args = {"peagle-serve": self.settings.serve_args, "vllm": self.settings.vllm_args}.get(setup.engine, ())
         return setup not in self.given and server_commands.caches_prefixes(args)
+
+
+def same_dtype(dtype: str, text: TargetText, device: str | None) -> str:
+    """What every engine is told: "auto" means different things to vLLM and to this project's engine."""
+    import torch
+
+    from peagle.target.loading import auto_dtype
+
+    if dtype != "auto":
+        return dtype
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config = read_target_config(text.source, text.name_or_path)
+    return str(auto_dtype(config, text.name_or_path, where.type)).removeprefix("torch.")
 
 
 def free_memory() -> None:

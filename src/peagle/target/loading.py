@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -152,6 +152,19 @@ def eos_ids(model_config: object, generation_config: GenerationConfig | None, to
     return frozenset(ids)
 
 
+def auto_dtype(config: Any, name_or_path: str, device_type: str) -> torch.dtype:
+    """What `dtype="auto"` means: float32 on a CPU, where it is the faster one, else what the checkpoint is stored in.
+
+    On a GPU bfloat16 stands for float32, and for what a GGUF file was converted to: the conversion's own dtype says
+    nothing of the model.
+    """
+    if device_type == "cpu":
+        return torch.float32
+    stored = getattr(config.get_text_config(), "dtype", None)
+    converted = name_or_path.startswith("wheel:") or name_or_path.endswith(".gguf")
+    return torch.bfloat16 if converted or stored is None or stored == torch.float32 else stored
+
+
 def load_target(
     name_or_path: str,
     dtype: str = "auto",
@@ -161,9 +174,9 @@ def load_target(
 ) -> Target:
     """Load a decoder-only causal language model with its tokenizer, frozen, in evaluation mode.
 
-    dtype: auto (the checkpoint's on a GPU, float32 on a CPU, where it is the faster one), or a torch name. device:
-    cuda when there is one, else cpu. layers: where the decoder layers go when embeddings, last norm and LM head are all
-    that will run: left on the host, or not read at all. Raises InputError.
+    dtype: auto (`auto_dtype`) or a torch name. device: cuda when there is one, else cpu. layers: where the decoder
+    layers go when embeddings, last norm and LM head are all that will run: left on the host, or not read at all. Raises
+    InputError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"dtype: got {dtype!r}, expected auto or one of {', '.join(DTYPES)}")
@@ -178,14 +191,7 @@ def load_target(
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise InputError(f"model: {name_or_path!r} could not be loaded ({_reason(error)})") from error
-    if dtype == "auto":
-        stored = getattr(config.get_text_config(), "dtype", None)
-        if source != name_or_path:  # from GGUF: what the conversion is stored in says nothing of what the model needs
-            stored = None
-        chosen = (torch.bfloat16 if stored in (None, torch.float32) else stored) if where.type == "cuda" else None
-        torch_dtype = chosen or torch.float32
-    else:
-        torch_dtype = DTYPES[dtype]
+    torch_dtype = auto_dtype(config, name_or_path, where.type) if dtype == "auto" else DTYPES[dtype]
     text = config.get_text_config()
     total_layers, verbosity = getattr(text, "num_hidden_layers", None), logging.get_verbosity()
     changed = {}
