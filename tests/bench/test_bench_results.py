@@ -101,6 +101,8 @@ def test_lists_and_endpoints():
     assert parse_names("p-eagle,none", "--methods", METHODS) == ["none", "p-eagle"]
     endpoint = parse_endpoint("http://host:8000/v1,name=gpu,method=p-eagle,k=7,model=m,api=completions")
     assert (endpoint.url, endpoint.setup) == ("http://host:8000", Setup("gpu", "p-eagle", 7))
+    with pytest.raises(InputError, match="name=vllm: expected another name than an engine's here"):
+        parse_endpoint("http://host:8000,name=vllm")
     assert parse_endpoint("http://host:8000").setup == Setup("host:8000", "endpoint", 0)
     for text, words in [
         ("host:8000", "expected a URL"),

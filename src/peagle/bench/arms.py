@@ -138,4 +138,6 @@ def parse_endpoint(text: str) -> GivenEndpoint:
         raise InputError(f"--endpoint {text}: api={api}: expected chat or completions")
     root = root_url(url)
     name = values.get("name", root.split("://", 1)[1])
+    if name in ENGINES:
+        raise InputError(f"--endpoint {text}: name={name}: expected another name than an engine's here")
     return GivenEndpoint(root, name, method, int(k), values.get("model"), api)
