@@ -74,6 +74,27 @@ def measure(device: torch.device, length: int, step: Callable[[], object], times
     return row
 
 
+def compilations() -> dict[str, int]:
+    """Counters of Dynamo, AOTAutograd and Inductor: a step that leaves them as they were compiled nothing."""
+    from torch._dynamo.utils import counters
+
+    groups = ("frames", "stats", "aot_autograd", "inductor")
+    return {f"{group}.{name}": int(count) for group in groups for name, count in counters[group].items()}
+
+
+def warm_up(device: torch.device, step: Callable[[], object], at_most: int, tell: Callable[..., None]) -> list[float]:
+    """Run steps until one compiles nothing (two at least); seconds of each. `tell` hears of every step."""
+    each: list[float] = []
+    while len(each) < at_most:
+        before = compilations()
+        each.append(seconds_of(device, step))
+        after = compilations()
+        tell("warm-up step", seconds=each[-1], graphs=after.get("stats.unique_graphs", 0))
+        if after == before and len(each) > 1:
+            break
+    return each
+
+
 def until_it_fails(device: torch.device, length: int, row: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `row` measured at a length, or how it failed."""
     try:
@@ -81,7 +102,8 @@ def until_it_fails(device: torch.device, length: int, row: Callable[[], dict[str
     except torch.OutOfMemoryError as error:
         failed: dict[str, Any] = {"length": length, "failed": "out of memory", "message": str(error).splitlines()[0]}
     except Exception as error:  # whatever the other program or the compiler raises is a result here
-        failed = {"length": length, "failed": type(error).__name__, "message": str(error)[:400]}
+        name = "out of memory" if "out of memory" in str(error) else type(error).__name__
+        failed = {"length": length, "failed": name, "message": str(error)[:400]}
     if device.type == "cuda":
         failed["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
         torch.cuda.empty_cache()
