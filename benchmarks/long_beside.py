@@ -5,10 +5,11 @@ python benchmarks/long_beside.py -o beside --legs speculators:8192,4096   # a pa
 python benchmarks/long_beside.py -o tiny --tiny --device cpu        # tiny dimensions, on a CPU in about a minute
 
 Needs what long_speculators.py names; a side that cannot start is a failed row. Every side is a process of its own. All
-import at once and then measure one after the other: ours at 8K, the flat pass at 16K, 32K, 8K (lengths from a failed
-one on are left out), speculators at 8K, 4K, 2K, 16K, ours at those. A row is written to OUTPUT/results.json as soon as
-it is there; what a side prints beside that goes to OUTPUT/SIDE.log. A point that takes longer than --point-seconds,
-compilation included, is stopped and written down as such; the side starts anew with its next length.
+import at once and then measure one after the other: ours at 8K, speculators at 8K and, if time is left, 4K, 2K, 16K,
+the flat pass at 16K, 32K, 8K (lengths from a failed one on are left out), ours at 4K, 2K, 16K. A row is written to
+OUTPUT/results.json as soon as it is there; what a side prints beside that goes to OUTPUT/SIDE.log. A point that takes
+longer than --point-seconds, compilation included, is stopped and written down as such; the side starts anew with its
+next length. Inductor's and Triton's caches are left on disk: what was compiled once is not compiled again later.
 
 What is timed: `seconds` is forward and backward, gradients left in float32, optimizer's moments in memory but not
 touched; `optimizer_step` the same with clipping and fused AdamW. Both sides train the same rows (K, r, anchors,
@@ -20,6 +21,7 @@ vocabulary, speculators over the draft vocabulary only. Peak memory is what PyTo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -28,21 +30,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-LEGS = "peagle:8192 flat:16384,32768,8192 speculators:8192,4096,2048,16384 peagle:4096,2048,16384"
-TINY_LEGS = "peagle:48 flat:32,64,16 speculators:48,32,16,64 peagle:32,16,64"
+LEGS = "peagle:8192 speculators:8192,4096,2048,16384 flat:16384,32768,8192 peagle:4096,2048,16384"
+TINY_LEGS = "peagle:48 speculators:48,32,16,64 flat:32,64,16 peagle:32,16,64"
+FLAT_SECONDS = 45  # kept for the flat pass, whatever comes before it
 
 
 class Side:
     """A process that measures one side; its lines of JSON arrive in `lines`, None at their end."""
 
-    def __init__(self, side: str, log: Path) -> None:
+    def __init__(self, side: str, log: Path, command: Sequence[str] = ()) -> None:
         self.side, self.log = side, log.open("ab")
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--work", side], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [*(command or (sys.executable, __file__, "--work", side))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.log, env=environment, process_group=0,
         )  # fmt: skip
         self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -58,17 +62,13 @@ class Side:
 
     def begin(self, word: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended then; its log says why
             self.process.stdin.write(json.dumps(word).encode() + b"\n")
             self.process.stdin.close()
-        except BrokenPipeError:  # it has ended; its log says why
-            pass
 
     def stop(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         self.log.close()
 
@@ -126,7 +126,7 @@ def follow(side: Side, word: dict[str, Any], results: Results, limit: float, end
         try:
             line = side.lines.get(timeout=max(wait, 0.01))
         except queue.Empty:
-            late = "time of all is over" if time.monotonic() >= end else f"point took over {limit:g} s"
+            late = "its time is over" if time.monotonic() >= end else f"point took over {limit:g} s"
             stopped = {
                 "failed": "stopped",
                 "message": f"{late}; last: {last}",
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path("beside"))
     parser.add_argument("--legs", help=f"SIDE:LENGTHS in order, by default: {LEGS}")
-    parser.add_argument("--chunk-sizes", default="4096,2048", help="ours; the first at every length")
+    parser.add_argument("--chunk-sizes", default="4096", help="ours; the first at every length")
     parser.add_argument("--seconds", type=float, default=240, help="all of it ends after so many")
     parser.add_argument("--point-seconds", type=float, default=150)
     parser.add_argument("--tiny", action="store_true")
@@ -201,11 +201,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         results = Results(args.output / "results.json", facts(TINY if args.tiny else EIGHT_B, torch.device(device)))
         for place, (name, text) in enumerate(legs):
             lengths = [int(n) for n in text.split(",")]
-            while lengths and time.monotonic() < end:
+            stop = end - FLAT_SECONDS * any(later == "flat" for later, _ in legs[place + 1 :]) * (not args.tiny)
+            while lengths and time.monotonic() < stop:
                 word = {"lengths": lengths, "chunk_sizes": sizes, "device": device, "tiny": args.tiny}
-                lengths = follow(sides[place], word, results, args.point_seconds, end)
+                lengths = follow(sides[place], word, results, args.point_seconds, stop)
                 sides[place].stop()
-                if lengths and time.monotonic() < end:
+                if lengths and time.monotonic() < stop:
                     sides[place] = start(name)
             for n in lengths:
                 print(f"{name:<26} N = {n:>6}: not reached in {args.seconds:g} s", flush=True)

@@ -1,18 +1,18 @@
-"""speculators 0.9.0's P-EAGLE model with the dimensions, rows and supervised tokens of long_head.py, for long_beside.py.
+"""speculators 0.9.0's P-EAGLE model with the dimensions, rows and supervised tokens of long_head.py.
 
 Needs beside this project's packages, installed with --no-deps: speculators==0.9.0, pydantic, pydantic_core,
 annotated-types and typing-inspection. What speculators imports for its data generation alone (datasets, openai,
 hs-connectors) is replaced by empty modules where it is absent.
 
 A step is what its own trainer does: the model in float32 under bf16 autocast, its forward as it compiles it, its fused
-KL loss, backward (and, timed apart, clipping and AdamW). `DEVIATIONS` lists what is not its default, all in its favour.
+KL loss, backward (and, timed apart, clipping and AdamW). `DEVIATIONS` lists what is not its default, in its favour.
 
-What it compiles (PyTorch 2.11, counted with TORCH_LOGS): since PyTorch 2.10 it breaks the graph in its first layer, inside
-the loop over layers, so `forward` itself runs uncompiled and the functions that it calls are compiled one by one: 12
-graphs with fixed rows (of which layer 0's rest and one shared by the other layers hold FlexAttention, one makes the
-block mask, one holds the loss), whatever the length, K and number of layers (from two on). A second length makes 10 of
-them again with a dynamic number of rows; no further length compiles anything. Its two loss kernels are compiled in 21
-configurations each and timed by Triton's autotuner in the first step.
+What it compiles (PyTorch 2.11, counted with TORCH_LOGS): since PyTorch 2.10 it breaks the graph in its first layer,
+inside the loop over layers, so `forward` itself runs uncompiled and the functions that it calls are compiled apart: 12
+graphs with fixed rows (layer 0's rest and one shared by the other layers hold FlexAttention, one makes the block mask,
+one holds the loss), whatever the length, K and number of layers (from two on). A second length makes 10 of them again
+with a dynamic number of rows; no further length compiles anything. The longest: the two FlexAttention backward kernels,
+the sort of the block mask (see DEVIATIONS), and the two loss kernels in 21 configurations each, one after the other.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ DEVIATIONS = (
     "every position is an anchor (--max-anchors: its trainer's default is 512 a sequence, which trains fewer rows)",
     "embeddings are frozen (its default trains them)",
     "AdamW is the fused one",
+    "each loss kernel has its own list of configurations: PyTorch 2.11 fails on one that two share (pytorch#177600)",
+    "the block mask's sort of a few hundred blocks is ATen's: as a Triton kernel it takes 37 s to compile",
 )
 
 
@@ -59,6 +61,17 @@ def load_speculators() -> tuple[Any, Any]:
             sys.modules[error.name] = Absent(error.name)
             for name in [name for name in sys.modules if name.split(".")[0] == "speculators"]:
                 del sys.modules[name]
+
+
+def let_it_compile() -> None:
+    """Two things without which its forward does not compile, or not in time; neither changes what it computes."""
+    from speculators.losses import fused
+    from torch._inductor import lowering
+
+    if fused.loss_backward_kernel.configs is fused.loss_forward_kernel.configs:
+        fused.loss_backward_kernel.configs = fused._tile_configs()
+    sort = torch.ops.aten.sort.stable
+    lowering.lowerings[sort] = lowering.fallback_handler(sort)
 
 
 def make_model(core: Any, config: Any, shape: Shape, device: torch.device) -> Any:
@@ -110,6 +123,8 @@ class Peer:
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
         self.core, config = load_speculators()
+        if device.type == "cuda":
+            let_it_compile()
         self.version = importlib.metadata.version("speculators")
         self.model = make_model(self.core, config, shape, device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
