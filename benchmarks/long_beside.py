@@ -36,7 +36,7 @@ from typing import IO, Any
 
 LEGS = "peagle:8192 speculators:8192,4096,2048,16384 flat:16384,32768,8192 peagle:4096,2048,16384"
 TINY_LEGS = "peagle:48 speculators:48,32,16,64 flat:32,64,16 peagle:32,16,64"
-FLAT_SECONDS = 45  # kept for the flat pass, whatever comes before it
+FLAT_SECONDS = 60  # kept for the flat pass, whatever comes before it
 
 
 class Side:

@@ -82,6 +82,14 @@ def compilations() -> dict[str, int]:
     return {f"{group}.{name}": int(count) for group in groups for name, count in counters[group].items()}
 
 
+def sort_outside_triton() -> None:
+    """Let Inductor leave sorts to ATen: that of a few hundred blocks of a block mask compiles for half a minute else."""
+    from torch._inductor import lowering
+
+    sort = torch.ops.aten.sort.stable
+    lowering.lowerings[sort] = lowering.fallback_handler(sort)
+
+
 def warm_up(device: torch.device, step: Callable[[], object], at_most: int, tell: Callable[..., None]) -> list[float]:
     """Run steps until one compiles nothing (two at least); seconds of each. `tell` hears of every step."""
     each: list[float] = []

@@ -9,7 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from long_common import EIGHT_B, GIB, TINY, Shape, compilations, measure, seconds_of, until_it_fails, warm_up
+from long_common import (
+    EIGHT_B,
+    GIB,
+    TINY,
+    Shape,
+    compilations,
+    measure,
+    seconds_of,
+    sort_outside_triton,
+    until_it_fails,
+    warm_up,
+)
 from torch import Tensor
 
 STEPS = 3  # measured steps a point
@@ -103,6 +114,7 @@ def flat_points(shape: Shape, device: torch.device, lengths: list[int], _sizes: 
     from long_head import Training, make_chunks, sampled_rows
     from long_plain import by_depth, flat_loss
 
+    sort_outside_triton()
     training = Training(shape, device)
     for parameter in training.parameters:
         parameter.grad = torch.zeros_like(parameter)

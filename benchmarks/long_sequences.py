@@ -3,7 +3,7 @@
 python benchmarks/long_sequences.py -o long                    # on one GPU; long/results.json, long/lengths.png
 python benchmarks/long_sequences.py -o long --parts flat       # a part alone; results are added to the same file
 python benchmarks/long_sequences.py -o tiny --tiny             # tiny dimensions, on a CPU in seconds
-python benchmarks/long_sequences.py -o long --plot-only --beside long-speculators/results.json
+python benchmarks/long_sequences.py -o long --plot-only --beside beside/results.json
 
 Parts: `matmul` (the card's bf16 rate), `lengths` (the sequence partition), `attention` (alone, at 8K), and `flat` (all
 N K rows at once, the plain mask as a FlexAttention block mask, until it fails). The target's states are random numbers
@@ -66,7 +66,11 @@ def draw(folder: Path, results: dict[str, Any], beside: Path | None) -> None:
     lines = {"peagle, partition": results.get("lengths", []), "peagle, flat (all N K rows)": results.get("flat", [])}
     if beside is not None:
         other = json.loads(beside.read_text())
-        lines[f"speculators {other.get('speculators', '')}"] = other["lengths"]
+        version = other.get("sides", {}).get("speculators", {}).get("version", "")
+        # an optimizer step, as in this table, where forward and backward alone were timed too
+        rows = [row | row.get("optimizer_step", {}) for row in other.get("speculators", [])]
+        lines |= {f"speculators {version}": rows}
+        lines["peagle, flat (all N K rows)"] = lines["peagle, flat (all N K rows)"] or other.get("flat", [])
     lines = {name: rows for name, rows in lines.items() if rows}
     title = f"{results['device']}, {results['date']}: one optimizer step of a head of an 8B target, K = 8, r = 0.8"
     plot(folder / "lengths.png", lines, title)
@@ -85,7 +89,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seconds", type=float, default=540, help="start nothing new after so many")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--beside", type=Path, help="results.json of long_speculators.py, for the plot")
+    parser.add_argument("--beside", type=Path, help="results.json of long_beside.py, for the plot")
     parser.add_argument("--plot-only", action="store_true")
     args = parser.parse_args(arguments)
     began, device, file = time.monotonic(), torch.device(args.device), args.output / "results.json"
