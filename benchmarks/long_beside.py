@@ -5,7 +5,7 @@ python benchmarks/long_beside.py -o beside --legs speculators:8192,4096   # a pa
 python benchmarks/long_beside.py -o tiny --tiny --device cpu        # tiny dimensions, on a CPU in about a minute
 
 Needs what long_speculators.py names; a side that cannot start is a failed row. Every side is a process of its own. All
-import at once and then measure one after the other: ours at 8K, speculators at 8K and, if time is left, 4K, 2K, 16K,
+import at once and then measure one after the other: ours at 8K, speculators at 8K and, if time is left, 4K, 2K, 16K, 32K,
 the flat pass at 16K, 32K, 8K (lengths from a failed one on are left out), ours at 4K, 2K, 16K. A row is written to
 OUTPUT/results.json as soon as it is there; what a side prints beside that goes to OUTPUT/SIDE.log. A point that takes
 longer than --point-seconds, compilation included, is stopped and written down as such; the side starts anew with its
@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-LEGS = "peagle:8192 speculators:8192,4096,2048,16384 flat:16384,32768,8192 peagle:4096,2048,16384"
+LEGS = "peagle:8192 speculators:8192,4096,2048,16384,32768 flat:16384,32768,8192 peagle:4096,2048,16384"
 TINY_LEGS = "peagle:48 speculators:48,32,16,64 flat:32,64,16 peagle:32,16,64"
 FLAT_SECONDS = 60  # kept for the flat pass, whatever comes before it
 
@@ -104,7 +104,7 @@ def show(side: str, row: dict[str, Any]) -> None:
         whole = row["optimizer_step"]
         text.append(
             f"{row['tokens_per_second']:,.0f} tokens/s, {row['seconds']:.3f} s (slowest {row['slowest_seconds']:.3f}); "
-            f"with optimizer {whole['tokens_per_second']:,.0f}; {row['rows']} rows, {row['shapes']} shapes, "
+            f"with optimizer {whole['tokens_per_second']:,.0f}; {row['rows']} rows, "
             f"warm-up {' '.join(f'{s:.1f}' for s in row['warm_up_seconds'])} s, {row['graphs_compiled']} graphs"
         )
         if row["compiled_while_measured"]:

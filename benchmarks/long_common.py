@@ -83,7 +83,7 @@ def compilations() -> dict[str, int]:
 
 
 def sort_outside_triton() -> None:
-    """Let Inductor leave sorts to ATen: that of a few hundred blocks of a block mask compiles for half a minute else."""
+    """Let Inductor leave sorts to ATen: that of a block mask's few hundred blocks compiles for half a minute else."""
     from torch._inductor import lowering
 
     sort = torch.ops.aten.sort.stable

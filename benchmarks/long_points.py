@@ -70,16 +70,16 @@ def peer_points(shape: Shape, device: torch.device, lengths: list[int], _sizes: 
     peer = Peer(shape, device)
     count = sum(p.numel() for p in peer.parameters)
     tell("ready", trained_parameters=count, version=peer.version, deviations=DEVIATIONS)
-    for place, length in enumerate(lengths):
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    for length in lengths:
         tell("begin", length=length)
+        torch._dynamo.reset()
 
         def run(length: int = length) -> dict[str, Any]:
             rows, batch = peer.batch(length)
             return point(device, length, rows, lambda: peer.gradients(batch), peer.update, peer.forget)
 
-        row = until_it_fails(device, length, run)
-        # as torch.compile does it by default: the first length for itself, the second for any number of rows
-        tell("row", row=row | {"shapes": ("fixed" if place == 0 else "dynamic") if device.type == "cuda" else "any"})
+        tell("row", row=until_it_fails(device, length, run))
         clear(device, peer.forget)
 
 
@@ -105,7 +105,7 @@ def our_points(shape: Shape, device: torch.device, lengths: list[int], sizes: li
             row = point(device, length, len(table.anchor), gradients, training.update, training.forget)
             return row | {"rows_with_fillers": sum(chunk.num_rows for chunk in chunks)}
 
-        tell("row", row=until_it_fails(device, length, run) | {"chunk_size": size, "shapes": "fixed"})
+        tell("row", row=until_it_fails(device, length, run) | {"chunk_size": size})
         clear(device, training.forget)
 
 

@@ -10,9 +10,9 @@ KL loss, backward (and, timed apart, clipping and AdamW). `DEVIATIONS` lists wha
 What it compiles (PyTorch 2.11, counted with TORCH_LOGS): since PyTorch 2.10 it breaks the graph in its first layer,
 inside the loop over layers, so `forward` itself runs uncompiled and the functions that it calls are compiled apart: 12
 graphs with fixed rows (layer 0's rest and one shared by the other layers hold FlexAttention, one makes the block mask,
-one holds the loss), whatever the length, K and number of layers (from two on). A second length makes 10 of them again
-with a dynamic number of rows; no further length compiles anything. The longest: the two FlexAttention backward kernels,
-the sort of the block mask (see DEVIATIONS), and the two loss kernels in 21 configurations each, one after the other.
+one holds the loss), whatever the length, K and number of layers (from two on). By default a second number of rows makes
+10 of them again for any number of rows, a third one nothing more. What takes longest: the two FlexAttention backward
+kernels, the sort of the block mask (see DEVIATIONS), the two loss kernels in 21 configurations each, one by one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import Tensor
 NOT_NEEDED = ("datasets", "openai", "hs_connectors")
 DEVIATIONS = (
     "the same rows in every step of a length (its own are sampled anew, and their number may change)",
+    "every length compiles for itself (by default the second number of rows compiles again, for any number)",
     "every position is an anchor (--max-anchors: its trainer's default is 512 a sequence, which trains fewer rows)",
     "embeddings are frozen (its default trains them)",
     "AdamW is the fused one",
