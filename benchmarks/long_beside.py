@@ -5,8 +5,8 @@ python benchmarks/long_beside.py -o beside --legs speculators:8192,4096   # a pa
 python benchmarks/long_beside.py -o tiny --tiny --device cpu        # tiny dimensions, on a CPU in about a minute
 
 Needs what long_speculators.py names; a side that cannot start is a failed row. Every side is a process of its own. All
-import at once and then measure one after the other: ours at 8K, speculators at 8K and, if time is left, 4K, 2K, 16K, 32K,
-the flat pass at 16K, 32K, 8K (lengths from a failed one on are left out), ours at 4K, 2K, 16K. A row is written to
+import at once and then measure one after the other: ours at 8K, speculators at 8K and, while time is left, 4K, 2K, 16K,
+32K, the flat pass at 16K, 32K, 8K (lengths from a failed one on are left out), ours at 4K, 2K, 16K. A row is written to
 OUTPUT/results.json as soon as it is there; what a side prints beside that goes to OUTPUT/SIDE.log. A point that takes
 longer than --point-seconds, compilation included, is stopped and written down as such; the side starts anew with its
 next length. Inductor's and Triton's caches are left on disk: what was compiled once is not compiled again later.
