@@ -50,7 +50,8 @@ class Side:
             stderr=self.log, env=environment, process_group=0,
         )  # fmt: skip
         self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+        self.reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self.reader.start()
 
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
@@ -70,6 +71,7 @@ class Side:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.reader.join(5)
         self.log.close()
 
 
@@ -220,4 +222,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the sides too
     main()
