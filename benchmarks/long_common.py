@@ -83,7 +83,7 @@ def compilations() -> dict[str, int]:
 
 
 def sort_outside_triton() -> None:
-    """Let Inductor leave sorts to ATen: that of a block mask's few hundred blocks compiles for half a minute else."""
+    """Let Inductor leave sorts to ATen: that of a block mask's few hundred blocks compiles for minutes else."""
     from torch._inductor import lowering
 
     sort = torch.ops.aten.sort.stable

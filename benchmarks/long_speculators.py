@@ -36,7 +36,7 @@ DEVIATIONS = (
     "embeddings are frozen (its default trains them)",
     "AdamW is the fused one",
     "each loss kernel has its own list of configurations: PyTorch 2.11 fails on one that two share (pytorch#177600)",
-    "the block mask's sort of a few hundred blocks is ATen's: as a Triton kernel it compiles for half a minute",
+    "the block mask's sort of a few hundred blocks is ATen's: as a Triton kernel it compiles for minutes",
 )
 
 
