@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,8 @@ import openai
 import pytest
 
 from peagle.engine.sampling_params import SamplingParams
+from peagle.server.prompts import Prompts, template_takes_parts
+from peagle.server.protocol import ChatBody
 from tests.server.conftest import MODEL, Running
 
 Alone = Callable[[list[int], SamplingParams], tuple[str, list[int], str]]
@@ -45,10 +49,35 @@ def test_chat_takes_its_own_answer_back(server: Running) -> None:
     first = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=5)  # type: ignore[arg-type]
     history = [
         *MESSAGES,
-        first.choices[0].message.model_dump(),
+        first.choices[0].message.model_dump() | {"tool_calls": [], "reasoning": None},  # as vLLM gives it back
         {"role": "user", "content": [{"type": "text", "text": "?"}]},
     ]
     assert client.chat.completions.create(model=MODEL, messages=history, max_tokens=5).choices  # type: ignore[arg-type]
+
+
+def test_a_message_in_parts_is_what_vllm_makes_of_it(server: Running) -> None:
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "a hash?"}]
+    asked = {"messages": [{"role": "user", "content": parts}]}
+    tokens = server.post("/tokenize", asked).json()["tokens"]
+    assert tokens == ids(server, "<user>What is\na hash?<|end|><assistant>")
+
+
+def test_a_template_that_takes_parts_gets_them(server: Running) -> None:
+    tokenizer = copy.deepcopy(server.engine.target.tokenizer)
+    assert tokenizer is not None
+    body = ChatBody.model_validate(
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a ", " b")]}]}
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}>{% endfor %}"
+    )
+    prompts = Prompts(tokenizer, server.engine.target.vocab_size, 64)
+    assert asyncio.run(prompts.chat(body)) == ids(server, "<ab>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ raise_exception('no') if m.content is not string }}{% endfor %}"
+    )
+    assert not template_takes_parts(tokenizer)
 
 
 def test_chat_stream_with_usage(server: Running) -> None:
@@ -267,6 +296,41 @@ def test_bodies_that_are_no_request(server: Running, body: bytes) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": 5}, "prompt: got 5, expected a text, a list of token ids"),
+        ({"prompt": [[1], "a"]}, "prompt: got [[1], 'a'], expected a text"),
+        (
+            {"stop": ["a"] * 65},
+            "stop: got ['a', 'a', 'a', 'a', 'a', 'a', ...], expected a string or a list of at most 64",
+        ),
+        ({"top_p": 0}, "top_p: got 0, expected greater than 0"),
+        ({"logit_bias": {"stop": None}}, "logit_bias.stop: got None, expected a valid number"),
+    ],
+)
+def test_errors_say_what_was_sent_and_what_was_expected(server: Running, change: Any, message: str) -> None:
+    error = server.post("/v1/completions", {"prompt": "x"} | change).json()["error"]
+    assert error["message"].startswith(message)
+    assert error["param"] == next(iter(change))
+
+
+def test_the_error_of_a_part_that_is_no_text(server: Running) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    error = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}]}).json()["error"]
+    assert error["message"].startswith("messages.0.content: got [")
+    assert "reads nothing but text" in error["message"]
+    assert error["param"] == "messages"
+
+
+def test_json_without_its_header_is_told(server: Running) -> None:
+    """What curl sends with -d and no -H."""
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_text_that_is_no_unicode(server: Running) -> None:

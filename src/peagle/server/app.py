@@ -30,6 +30,7 @@ from peagle.server.sampling import (
     sampling_params,
     wanted_logprobs,
 )
+from peagle.server.validation import validation_error
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
 DEFAULT_COMPLETION_TOKENS = 16
@@ -49,20 +50,6 @@ def version() -> str:
         return metadata.version("peagle")
     except metadata.PackageNotFoundError:
         return "0"
-
-
-def validation_error(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, with the field's name."""
-    first = error.errors()[0]
-    path = [part for part in first["loc"] if part != "body"]
-    # a union's alternatives are part of the location, in square brackets or by type name; the field comes first
-    name = str(path[0]) if path else ""
-    if first["type"] == "json_invalid":
-        return bad_request(None, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    where = ".".join(map(str, path)) or "body"
-    if first["type"] == "extra_forbidden":
-        return bad_request(name, f"{where}: unknown field, expected only fields of this server's API", "unknown_field")
-    return bad_request(name or None, f"{where}: {first['msg']}")
 
 
 def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:

@@ -35,6 +35,7 @@ class Prompts:
         if tokenizer is not None:
             self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
             self._reserved = frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+        self._takes_parts = template_takes_parts(self.tokenizer)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -73,7 +74,7 @@ class Prompts:
         kwargs = dict(body.chat_template_kwargs or {})
         if taken := sorted(self._reserved & kwargs.keys()):
             raise bad_request("chat_template_kwargs", f"chat_template_kwargs: {taken[0]!r} cannot be set by a request")
-        messages = [_plain(message) for message in body.messages or ()]
+        messages = [_plain(message, self._takes_parts) for message in body.messages or ()]
         generate = body.add_generation_prompt is not False
 
         def render() -> str:
@@ -151,13 +152,33 @@ class Prompts:
         return {"prompt": await self._run(lambda: self.tokenizer.decode(ids))}
 
 
-def _plain(message: Message) -> dict[str, str]:
-    content = message.content
-    if content is None:
-        if message.role != "assistant":
-            raise ApiError(400, f"messages: a {message.role} message has no content", param="messages")
-        content = ""
-    if not isinstance(content, str):
-        content = "".join(part.text for part in content)
+def template_takes_parts(tokenizer: Any) -> bool:
+    """Whether the chat template writes a message's list of parts itself, and the same for a single one as for its text.
+
+    It is tried out: what stands in a template is a program.
+    """
+    if tokenizer is None or not tokenizer.chat_template:
+        return False
+    contents: tuple[Any, Any] = ("words", [{"type": "text", "text": "words"}])
+    try:
+        as_text, as_parts = (
+            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+            for content in contents
+        )
+    except Exception:  # templates raise whatever they like
+        return False
+    return bool(as_text == as_parts)
+
+
+def _plain(message: Message, takes_parts: bool) -> dict[str, Any]:
+    """A message for the template. Parts that it does not take are lines of one text, as vLLM makes of them."""
+    content: str | list[dict[str, str]]
+    if isinstance(message.content, list):
+        parts = message.content
+        content = [part.model_dump() for part in parts] if takes_parts else "\n".join(part.text for part in parts)
+    elif message.content is None and message.role != "assistant":
+        raise ApiError(400, f"messages: a {message.role} message has no content", param="messages")
+    else:
+        content = message.content or ""
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": content, **named}

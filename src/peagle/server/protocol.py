@@ -91,7 +91,8 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """One message of a conversation. The fields below `name` are in what a client got back from here, and are null."""
+    """One message of a conversation. The fields below `name` are in what a client got back from here or from vLLM, and
+    say nothing."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None = None
@@ -100,7 +101,9 @@ class Message(Body):
     annotations: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    reasoning: None = None
+    reasoning_content: None = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1)]
