@@ -58,6 +58,7 @@ def test_two_heads_two_depths_two_temperatures(tmp_path, target, heads, prompts)
         (["--temperature", "-1"], "temperature"),
         (["--temperature", "0", "--temperature", "-1"], "temperature"),
         (["--max-tokens", "0"], "max_tokens"),
+        (["--batch-size", "0"], "--batch-size"),
         (["--dtype", "int8"], "dtype"),
         (["--json", "/no/such/folder/x.json"], "--json: the folder /no/such/folder does not exist"),
     ],

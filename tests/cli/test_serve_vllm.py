@@ -25,6 +25,12 @@ def test_vllm_gets_its_own_flags(target_folder):
     assert "--engine" not in result.output
 
 
+def test_flags_of_vllm_in_front_of_the_target_are_told(target_folder):
+    result = run_peagle("serve", "--engine", "vllm", "--port", "9", target_folder("llama"), "--dry-run")
+    assert result.exit_code == 2
+    assert "TARGET: got '--port', expected the model before any of vLLM's flags" in result.output
+
+
 def test_unknown_engine_is_one_line():
     result = run_peagle("serve", "T", "--engine", "x")
     assert result.exit_code == 2

@@ -50,6 +50,8 @@ def test_check_and_merge(folder, tmp_path):
     [
         (["--turns-share", "2", "--prompts", "x"], "--turns-share 2.0: expected 0 to 1"),
         (["--turns", "0", "--prompts", "x"], "--turns 0"),
+        (["--max-num-seqs", "0", "--prompts", "x"], "--max-num-seqs 0"),
+        (["--max-model-len", "0", "--prompts", "x"], "--max-model-len 0"),
         (["--shard", "3/2", "--prompts", "x"], "--shard"),
         (["--temperature", "hot", "--prompts", "x"], "--temperature 'hot'"),
         (["--chat-template-kwargs", "[]", "--prompts", "x"], "expected a JSON object"),

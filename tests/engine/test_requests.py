@@ -137,6 +137,22 @@ def test_bad_settings(target: Target, settings: dict[str, Any], message: str) ->
         Engine(target, config=EngineConfig(**settings))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cpu_kv_cache_gib": 4}, "^cpu_kv_cache_gib: got 4, which takes .* 0.0 GiB are available; lower it"),
+        ({"num_kv_blocks": 40_000}, "^num_kv_blocks: got 40000, which takes"),
+    ],
+)
+def test_a_cache_that_the_host_cannot_hold(
+    target: Target, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
+) -> None:
+    """PyTorch would reserve it, and the process would be killed when it is written to."""
+    monkeypatch.setattr("peagle.engine.memory.host_memory", lambda: 2**20)
+    with pytest.raises(InputError, match=message):
+        Engine(target, config=EngineConfig(**settings))
+
+
 def test_the_length_is_lowered_to_what_the_cache_holds(target: Target, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = Engine(target, config=EngineConfig(num_kv_blocks=4, max_num_seqs=2))

@@ -86,7 +86,8 @@ def generate(
         int, typer.Option(help="Requests queued in the engine; keep it a few times --max-num-seqs.")
     ] = 4096,
     num_scheduler_steps: Annotated[
-        int | None, typer.Option(help="Decoding steps between two looks of the host; default: 16 on a GPU, else 1.")
+        int | None,
+        typer.Option(help="Decoding steps between two looks of the host; default: 16 on a GPU, else 1."),
     ] = None,
     rows_per_shard: Annotated[
         int, typer.Option(help="Conversations a shard file. A shard is written every five minutes in any case.")
@@ -112,8 +113,11 @@ def generate(
         ("max-tokens", max_tokens),
         ("window", window),
         ("rows-per-shard", rows_per_shard),
+        ("max-model-len", max_model_len),
+        ("max-num-seqs", max_num_seqs),
+        ("num-scheduler-steps", num_scheduler_steps),
     ):
-        if value < 1:
+        if value is not None and value < 1:
             raise InputError(f"--{name} {value}: expected a positive number")
     job = GenerateJob(
         output=output,
@@ -148,7 +152,8 @@ def generate(
             "max_num_seqs": max_num_seqs,
             "num_scheduler_steps": num_scheduler_steps or (16 if on_gpu else 1),
         }
-        llm = LLM(target, dtype=dtype, device=device, **{key: value for key, value in limits.items() if value})
+        given = {key: value for key, value in limits.items() if value is not None}
+        llm = LLM(target, dtype=dtype, device=device, **given)
         return GeneratingTarget(
             engine=llm.engine,
             tokenizer=llm.get_tokenizer(),

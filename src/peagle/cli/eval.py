@@ -59,7 +59,7 @@ def evaluate(
     top_p: Annotated[float, typer.Option(metavar="P", help="Sample within this probability mass.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer.")] = 512,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Requests at once; default 8 on a CPU, 128 on a GPU.")
+        int | None, typer.Option(metavar="N", min=1, help="Requests at once; default 8 on a CPU, 128 on a GPU.")
     ] = None,
     max_model_len: Annotated[
         int | None,

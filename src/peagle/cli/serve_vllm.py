@@ -38,6 +38,8 @@ def serve_vllm(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the vLLM command and stop.")] = False,
 ) -> None:
     """Check the installed vLLM and the head, print the `vllm serve` command, and become it."""
+    if target.startswith("-"):  # a flag of vLLM's: which of them have a value is not known here
+        raise InputError(f"TARGET: got {target!r}, expected the model before any of vLLM's flags")
     from peagle.vllm.serve import run
 
     run(target, speculative_config, ctx.args, dry_run)

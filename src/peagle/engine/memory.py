@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from peagle.config import EngineConfig
@@ -50,18 +52,52 @@ def num_kv_blocks(
     num_speculative_tokens: int,
     late_drafting: bool = False,
 ) -> int:
-    """The number of blocks to allocate, at most what max_num_seqs requests of max_model_len tokens could fill."""
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
+    """The number of blocks to allocate, at most what max_num_seqs requests of max_model_len tokens could fill.
+
+    Raises InputError for more than a host's memory holds.
+    """
     per_block = bytes_per_block(target, drafter, config.block_size, cache_dtype(target, config), late_drafting)
-    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    if target.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(target.device)
-        reserve = activation_bytes(target, config, max_num_batched_tokens, num_speculative_tokens + 1)
-        budget = int(total * config.gpu_memory_utilization) - (total - free) - reserve
+    if config.num_kv_blocks is not None:
+        blocks = config.num_kv_blocks
     else:
-        budget = int(config.cpu_kv_cache_gib * 2**30)
-    return max(min(useful, budget // per_block), 0)
+        useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+        if target.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(target.device)
+            reserve = activation_bytes(target, config, max_num_batched_tokens, num_speculative_tokens + 1)
+            budget = int(total * config.gpu_memory_utilization) - (total - free) - reserve
+        else:
+            budget = int(config.cpu_kv_cache_gib * 2**30)
+        blocks = max(min(useful, budget // per_block), 0)
+    if target.device.type == "cpu":
+        check_host_memory(config, blocks * per_block)
+    return blocks
+
+
+def check_host_memory(config: EngineConfig, num_bytes: int) -> None:
+    """Refuse a cache that the host cannot hold: its allocator would grant it, and the system kill the process later."""
+    available = host_memory()
+    if available is None or num_bytes <= available:
+        return
+    name, value = "cpu_kv_cache_gib", f"{config.cpu_kv_cache_gib:g}"
+    if config.num_kv_blocks is not None:
+        name, value = "num_kv_blocks", str(config.num_kv_blocks)
+    raise InputError(
+        f"{name}: got {value}, which takes {num_bytes / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available; "
+        f"lower it, max_num_seqs or max_model_len"
+    )
+
+
+def host_memory() -> int | None:
+    """Bytes that a process can still have here, within its control group; None where the system does not say."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # not Linux, no such group, or "max" for no limit
+        pass
+    return min(found, default=None)
 
 
 def fit_model_len(
