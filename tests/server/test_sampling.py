@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from peagle.config import EngineConfig
+from peagle.engine.engine import Engine
+from peagle.engine.outputs import Logprob, PositionLogprobs
 from peagle.engine.sampling_params import SamplingParams
 from peagle.server.errors import ApiError
 from peagle.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from peagle.server.protocol import ChatBody, CompletionBody
 from peagle.server.sampling import choice_params, sampling_params
-from tests.server.conftest import MODEL, Running
+from peagle.target import load_target
+from tests.server.conftest import MODEL, Running, Start
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -58,14 +64,9 @@ def test_a_prompts_logprobs_are_as_many_as_are_asked_for_in_any_way() -> None:
     assert asked(prompt_logprobs=0) == 0
 
 
-class Entry:
-    def __init__(self, logprob: float, rank: int, token: str) -> None:
-        self.logprob, self.rank, self.decoded_token = logprob, rank, token
-
-
-POSITIONS = [
-    {5: Entry(-2.0, 3, "é"), 1: Entry(-0.1, 1, "b"), 2: Entry(-0.2, 2, "c")},
-    {1: Entry(float("-inf"), 1, "b")},
+POSITIONS: list[PositionLogprobs] = [
+    {5: Logprob(-2.0, 3, "é"), 1: Logprob(-0.1, 1, "b"), 2: Logprob(-0.2, 2, "c")},
+    {1: Logprob(float("-inf"), 1, "b")},
 ]
 
 
@@ -101,6 +102,21 @@ def test_logprobs_in_both_forms() -> None:
         },
         {"1": {"logprob": -9999.0, "rank": 1, "decoded_token": "b"}},
     ]
+
+
+def test_the_bytes_of_a_part_of_a_character(start: Start, target_folder: Callable[[str], Path]) -> None:
+    """Clients join them: OpenAI's `bytes` are there for tokens whose text is none."""
+    loaded = load_target(str(target_folder("llama")), device="cpu")
+    assert loaded.tokenizer is not None
+    euro = loaded.tokenizer("€", add_special_tokens=False).input_ids
+    server = start(Engine(loaded, config=EngineConfig(max_num_seqs=1, max_model_len=64, num_kv_blocks=8)))
+    reported = []
+    for token in euro:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True, "temperature": 0}
+        answer = server.post("/v1/chat/completions", body | {"logit_bias": {str(token): 100}}).json()
+        reported += answer["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in reported] == ["\ufffd"] * 3
+    assert bytes(byte for entry in reported for byte in entry["bytes"]).decode() == "€"
 
 
 def test_logprobs_of_a_chat(server: Running) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.engine.outputs import Logprob, PositionLogprobs
 from peagle.engine.plan import TokenLogprobs
+from peagle.engine.token_bytes import partial_bytes
 
 ROWS_AT_ONCE = 64  # how many rows of float32 probabilities exist at a time
 
@@ -66,19 +67,20 @@ class TokenNames:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._decoded: dict[int, str] = {}
+        self._known: dict[int, tuple[str | None, bytes | None]] = {}
 
     def report(self, report: TokenLogprobs) -> PositionLogprobs:
         """The token itself first, then the likeliest, which have their ranks by order."""
         ids, values = report.token_ids, report.logprobs
-        found = {ids[0]: Logprob(values[0], report.rank, self._decode(ids[0]))}
+        found = {ids[0]: Logprob(values[0], report.rank, *self._name(ids[0]))}
         for rank, (token, logprob) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
-            found[token] = Logprob(logprob, rank, self._decode(token))
+            found[token] = Logprob(logprob, rank, *self._name(token))
         return found
 
-    def _decode(self, token: int) -> str | None:
+    def _name(self, token: int) -> tuple[str | None, bytes | None]:
         if self._tokenizer is None:
-            return None
-        if token not in self._decoded:
-            self._decoded[token] = str(self._tokenizer.decode([token]))
-        return self._decoded[token]
+            return None, None
+        if token not in self._known:
+            text = str(self._tokenizer.decode([token]))
+            self._known[token] = text, partial_bytes(self._tokenizer, token, text)
+        return self._known[token]

@@ -12,11 +12,15 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True)
 class Logprob:
-    """One token of a reported distribution. rank 1 is the likeliest; decoded_token is None without a tokenizer."""
+    """One token of a reported distribution. rank 1 is the likeliest; decoded_token is None without a tokenizer.
+
+    partial_bytes: of a token that is no whole characters, so that its text cannot say what it is; else None.
+    """
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    partial_bytes: bytes | None = None
 
 
 # token id -> Logprob, the chosen token first, then the likeliest in order

@@ -33,7 +33,8 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], count: int) -> dict[str
 
     def entry(token_id: int, found: Any) -> dict[str, Any]:
         token = shown(token_id, found)
-        return {"token": token, "logprob": finite(found.logprob), "bytes": list(token.encode("utf-8", "replace"))}
+        raw = token.encode("utf-8", "replace") if found.partial_bytes is None else found.partial_bytes
+        return {"token": token, "logprob": finite(found.logprob), "bytes": list(raw)}
 
     content = [
         entry(*next(iter(position.items()))) | {"top_logprobs": [entry(*pair) for pair in likeliest(position, count)]}
