@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import peagle
 from peagle.drafter import save_drafter
 from peagle.engine import LLM, SamplingParams, SpecMetrics
 from peagle.errors import InputError
@@ -65,6 +66,9 @@ def test_chat(folder: str) -> None:
     assert one.prompt == "<user>hi<|end|><assistant>"
     assert one.prompt_token_ids[8] == 257  # a special token, not its characters
     assert len(llm.chat([messages, messages], params, use_tqdm=False)) == 2
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
+    (lines,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
+    assert lines.prompt == "<user>hi\nthere<|end|><assistant>"  # what vLLM makes of it
 
 
 def test_what_is_refused(folder: str, heads: dict[str, str]) -> None:
@@ -81,8 +85,28 @@ def test_what_is_refused(folder: str, heads: dict[str, str]) -> None:
         llm.generate([{"text": "x"}], use_tqdm=False)
     with pytest.raises(InputError, match="sampling_params: got 1, expected one or as many as prompts"):
         llm.generate(["a", "b"], [SamplingParams()], use_tqdm=False)
-    with pytest.raises(InputError, match="messages"):
-        llm.chat([])
+    with pytest.raises(InputError, match="sampling_params: got 'temperature', expected SamplingParams"):
+        llm.generate("x", {"temperature": 1}, use_tqdm=False)  # type: ignore[arg-type]
+    for ids in ([1.5], ["1"]):
+        with pytest.raises(InputError, match="prompt: got a token id that is no integer"):
+            llm.generate({"prompt_token_ids": ids}, use_tqdm=False)
+    with pytest.raises(InputError, match="prompt: got"):
+        llm.generate({"prompt_token_ids": None}, use_tqdm=False)
+    with pytest.raises(InputError, match="prompts: got None"):
+        llm.generate(None, use_tqdm=False)  # type: ignore[arg-type]
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+    for messages in ([], "hello", ["hello"], [{"content": "no role"}], [image]):
+        with pytest.raises(InputError, match=r"^messages: got"):
+            llm.chat(messages)  # type: ignore[arg-type]
+    llm.get_tokenizer().chat_template = "{{ raise_exception('robots only') }}"
+    with pytest.raises(InputError, match=r"the chat template refuses them .*robots only"):
+        llm.chat([{"role": "user", "content": "x"}])
+
+
+def test_names_are_where_vllm_has_them() -> None:
+    assert (peagle.LLM, peagle.SamplingParams) == (LLM, SamplingParams)
+    with pytest.raises(AttributeError, match=r"peagle.*Engines"):
+        peagle.Engines  # noqa: B018
 
 
 def test_an_interrupted_call_leaves_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

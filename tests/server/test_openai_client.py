@@ -12,8 +12,9 @@ import httpx
 import openai
 import pytest
 
+from peagle.engine.chat import template_takes_parts
 from peagle.engine.sampling_params import SamplingParams
-from peagle.server.prompts import Prompts, template_takes_parts
+from peagle.server.prompts import Prompts
 from peagle.server.protocol import ChatBody
 from tests.server.conftest import MODEL, Running
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from operator import index
 
 import torch
 
@@ -86,7 +87,10 @@ def runs_ahead(config: EngineConfig, device: torch.device) -> bool:
 
 def check_prompt(prompt_token_ids: Sequence[int], max_model_len: int, vocab_size: int) -> list[int]:
     """A prompt's token ids, refused when there are none, too many, or ones that the model does not know."""
-    prompt = [int(token) for token in prompt_token_ids]
+    try:
+        prompt = [index(token) for token in prompt_token_ids]  # int() would take 1.7 and "1"
+    except TypeError as error:
+        raise InputError(f"prompt: got a token id that is no integer ({error}), expected integers") from error
     if not prompt:
         raise InputError("prompt: got no tokens, expected at least one")
     if len(prompt) >= max_model_len:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.engine.chat import template_message, template_takes_parts
 from peagle.engine.engine import Engine
 from peagle.engine.loading import load_engine
 from peagle.engine.outputs import CompletionOutput, RequestOutput
@@ -43,6 +44,7 @@ class LLM:
             raise InputError(f"LLM: {error}") from error
         self.engine: Engine = load_engine(model, speculative_config, dtype, device, config)
         self.target: Target = self.engine.target
+        self._takes_parts = template_takes_parts(self.target.tokenizer)
         self._count = 0
 
     @property
@@ -61,6 +63,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer prompts, in their order. All are checked before the first is run."""
+        if not isinstance(prompts, (str, Mapping, Sequence)):
+            raise InputError(f"prompts: got {prompts!r}, expected one prompt or a list of them")
         several = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         texts, ids = [], []
         for prompt in several:
@@ -77,21 +81,26 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, by the model's own chat template."""
         tokenizer = self.get_tokenizer()
-        if not messages:
-            raise InputError("messages: got none, expected at least one")
-        several = [messages] if isinstance(messages[0], Mapping) else messages
-        texts = [
-            tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
-            for conversation in several
-        ]
+        if isinstance(messages, (str, Mapping)) or not messages:
+            raise InputError(f"messages: got {messages!r}, expected a list of at least one message")
+        several: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
+        texts = [self._render(conversation) for conversation in several]
         # the template writes the special tokens itself
         ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
         return self._run(texts, ids, sampling_params, use_tqdm)
 
+    def _render(self, conversation: Messages) -> str:
+        """A conversation by the chat template, up to where the answer begins."""
+        messages = [template_message(message, self._takes_parts) for message in conversation]
+        try:
+            return str(self.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # templates raise whatever they like, for roles they do not know for example
+            raise InputError(f"messages: the chat template refuses them ({error})") from error
+
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if isinstance(ids := prompt.get("prompt_token_ids"), Iterable):
+                return prompt.get("prompt"), list(ids)
             if not isinstance(prompt.get("prompt"), str):
                 raise InputError(f"prompt: got {dict(prompt)!r}, expected prompt or prompt_token_ids in it")
             prompt = prompt["prompt"]
@@ -110,6 +119,8 @@ class LLM:
             params = [sampling_params or SamplingParams()] * len(ids)
         else:
             params = list(sampling_params)
+            if wrong := [p for p in params if not isinstance(p, SamplingParams)]:
+                raise InputError(f"sampling_params: got {wrong[0]!r}, expected SamplingParams, one or several")
             if len(params) != len(ids):
                 raise InputError(f"sampling_params: got {len(params)}, expected one or as many as prompts ({len(ids)})")
         groups: list[list[Request]] = []

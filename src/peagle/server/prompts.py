@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from peagle.engine.chat import Content, content_of, template_takes_parts
 from peagle.server.errors import ApiError, bad_request
 from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 
@@ -152,33 +153,13 @@ class Prompts:
         return {"prompt": await self._run(lambda: self.tokenizer.decode(ids))}
 
 
-def template_takes_parts(tokenizer: Any) -> bool:
-    """Whether the chat template writes a message's list of parts itself, and the same for a single one as for its text.
-
-    It is tried out: what stands in a template is a program.
-    """
-    if tokenizer is None or not tokenizer.chat_template:
-        return False
-    contents: tuple[Any, Any] = ("words", [{"type": "text", "text": "words"}])
-    try:
-        as_text, as_parts = (
-            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-            for content in contents
-        )
-    except Exception:  # templates raise whatever they like
-        return False
-    return bool(as_text == as_parts)
-
-
 def _plain(message: Message, takes_parts: bool) -> dict[str, Any]:
-    """A message for the template. Parts that it does not take are lines of one text, as vLLM makes of them."""
-    content: str | list[dict[str, str]]
-    if isinstance(message.content, list):
-        parts = message.content
-        content = [part.model_dump() for part in parts] if takes_parts else "\n".join(part.text for part in parts)
-    elif message.content is None and message.role != "assistant":
+    if message.content is None and message.role != "assistant":
         raise ApiError(400, f"messages: a {message.role} message has no content", param="messages")
-    else:
-        content = message.content or ""
+    content: Content = (
+        message.content or ""
+        if not isinstance(message.content, list)
+        else content_of([part.text for part in message.content], takes_parts)
+    )
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": content, **named}
