@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from peagle.engine.chat import Content, content_of, template_takes_parts
+from peagle.engine.chat import content_of, template_takes_parts
 from peagle.server.errors import ApiError, bad_request
 from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 
@@ -156,10 +156,7 @@ class Prompts:
 def _plain(message: Message, takes_parts: bool) -> dict[str, Any]:
     if message.content is None and message.role != "assistant":
         raise ApiError(400, f"messages: a {message.role} message has no content", param="messages")
-    content: Content = (
-        message.content or ""
-        if not isinstance(message.content, list)
-        else content_of([part.text for part in message.content], takes_parts)
-    )
+    given = message.content
+    content = content_of([part.text for part in given], takes_parts) if isinstance(given, list) else given or ""
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": content, **named}

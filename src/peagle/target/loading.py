@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -14,10 +15,12 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from peagle.errors import InputError
 from peagle.target.model import Target
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -193,14 +196,14 @@ def load_target(
         raise InputError(f"model: {name_or_path!r} could not be loaded ({_reason(error)})") from error
     torch_dtype = auto_dtype(config, name_or_path, where.type) if dtype == "auto" else DTYPES[dtype]
     text = config.get_text_config()
-    total_layers, verbosity = getattr(text, "num_hidden_layers", None), logging.get_verbosity()
+    total_layers, verbosity = getattr(text, "num_hidden_layers", None), transformers_logging.get_verbosity()
     changed = {}
     if layers == "none":
         changed["config"] = config
         text.num_hidden_layers = 0
         if getattr(text, "layer_types", None):
             text.layer_types = []
-        logging.set_verbosity_error()  # every weight of a layer is unexpected
+        transformers_logging.set_verbosity_error()  # every weight of a layer is unexpected
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch_dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **changed
@@ -208,7 +211,7 @@ def load_target(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"model: the weights of {name_or_path!r} could not be loaded ({_reason(error)})") from error
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
     if info["missing_keys"]:  # Transformers fills them with random values and only warns
         raise InputError(
             f"model: the weights of {name_or_path!r} lack {min(info['missing_keys'])} "
@@ -216,8 +219,11 @@ def load_target(
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        tokenizer = None  # token ids in, token ids out
+    except (OSError, ValueError, ImportError) as error:  # a package that it needs may be what is missing
+        tokenizer = None
+        log.warning(
+            "no tokenizer of %s could be loaded: token ids in, token ids out (%s)", name_or_path, _reason(error)
+        )
     if layers == "host":
         decoder = model.get_decoder()
         blocks, decoder.layers = decoder.layers, torch.nn.ModuleList()  # out of the way
