@@ -31,6 +31,9 @@ from tests.cli.conftest import run_peagle
         (["--speculative-config", '{"method": "eagle3", "model": "x"}'], "num_speculative_tokens is missing"),
         (["--speculative-config", '{"method": "mtp", "model": "x", "num_speculative_tokens": 3}'], "method"),
         (["--block-size", 0], "block_size"),
+        (["--api-key", ""], "--api-key: got an empty key"),
+        (["--allowed-origins", "*"], "--allowed-origins: not JSON"),
+        (["--allowed-origins", '"*"'], "expected a JSON list of strings"),
     ],
 )
 def test_refused_before_anything_is_loaded(flags: list[object], says: str) -> None:

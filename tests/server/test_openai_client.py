@@ -352,6 +352,19 @@ def test_api_key(start: Callable[..., Running]) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_web_pages_ask_only_where_they_may(start: Callable[..., Running], server: Running) -> None:
+    origin = {"Origin": "http://page.example"}
+    question = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    allowed = "access-control-allow-origin"
+    open_to_one = start(api_keys=("secret",), allowed_origins=("http://page.example",))
+    url = f"{open_to_one.url}/v1/chat/completions"
+    assert httpx.options(url, headers=question).headers[allowed] == "http://page.example"
+    refused = httpx.post(url, json={}, headers=origin)  # the page is told what was wrong, too
+    assert (refused.status_code, refused.headers[allowed]) == (401, "http://page.example")
+    assert allowed not in httpx.options(url, headers=question | {"Origin": "http://other.example"}).headers
+    assert allowed not in server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=origin).headers
+
+
 def test_tokenize_and_back(server: Running) -> None:
     answer = server.post("/tokenize", {"model": MODEL, "prompt": "héllo", "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 6

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from peagle.cli.json_flag import json_strings
 from peagle.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ def serve(
             metavar="KEY", envvar="PEAGLE_API_KEY", help="Key that clients must send; may be given several times."
         ),
     ] = None,
+    allowed_origins: Annotated[
+        str,
+        typer.Option(metavar="JSON", help="Web pages that may ask from a browser: '[\"*\"]' for all. Default: none."),
+    ] = "[]",
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="What clients call the model; may be given several times. Default: TARGET."),
@@ -137,6 +142,9 @@ def serve(
     """
     from peagle.config import EngineConfig, SpeculativeConfig
 
+    origins = json_strings(allowed_origins, "--allowed-origins")
+    if "" in (api_key or ()):  # of an unset variable, say: it would let in whoever sends none
+        raise InputError("--api-key: got an empty key, expected at least one character")
     speculative = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
     config = EngineConfig(
         max_model_len=max_model_len,
@@ -175,7 +183,7 @@ def serve(
             enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization,
         )
-    settings = AppSettings(tuple(served_model_name or [target]), tuple(api_key or ()), stream_interval)
+    settings = AppSettings(tuple(served_model_name or [target]), tuple(api_key or ()), stream_interval, origins)
     engine_loop = EngineLoop(engine, settings.model_names[0], max_queue)
     server = make_server(create_app(engine_loop, settings), engine_loop, drain_timeout, access_log)
     shown = f"[{host}]" if ":" in host else host

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from peagle.errors import InputError
 from peagle.server.answers import Answer, Echo
@@ -38,11 +39,13 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class AppSettings:
-    """model_names: what clients may call the model; the first is what answers and metrics say."""
+    """model_names: what clients may call the model; the first is what answers and metrics say. allowed_origins: of web
+    pages that may ask from a browser, "*" for all."""
 
     model_names: tuple[str, ...]
     api_keys: Sequence[str] = field(default=(), repr=False)
     stream_interval: int = 1
+    allowed_origins: Sequence[str] = ()
 
 
 def version() -> str:
@@ -70,6 +73,10 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
     app = FastAPI(title="peagle", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_keys=settings.api_keys)
     app.add_middleware(CountRequests, metrics=engine_loop.metrics.http)
+    if settings.allowed_origins:  # outermost: a browser's first question brings no API key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
