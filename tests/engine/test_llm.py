@@ -105,6 +105,7 @@ def test_what_is_refused(folder: str, heads: dict[str, str]) -> None:
 
 def test_names_are_where_vllm_has_them() -> None:
     assert (peagle.LLM, peagle.SamplingParams) == (LLM, SamplingParams)
+    assert peagle.__version__[0].isdigit()
     with pytest.raises(AttributeError, match=r"peagle.*Engines"):
         peagle.Engines  # noqa: B018
 

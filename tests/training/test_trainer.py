@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import peagle
 from peagle.config import TrainConfig
 from peagle.drafter import load_drafter
 from peagle.errors import InputError
@@ -103,6 +104,19 @@ def test_clock_ends_a_run_with_its_decay_done(tmp_path: Path) -> None:
     rates = [line["lr"] for line in metrics(tmp_path) if "lr" in line]
     assert rates[-1] < 0.3 * settings.lr
     assert all(a >= b for a, b in itertools.pairwise(rates))
+
+
+@pytest.mark.parametrize(("documents", "says"), [(9, "validation: none"), (40, "validation: 4 documents; 64 were")])
+def test_too_few_documents_to_hold_out_are_told(tmp_path: Path, documents: int, says: str) -> None:
+    said: list[str] = []
+    train_on(
+        config(tmp_path, max_steps=1, validation_documents=64),
+        tiny_target(),
+        listed_answers(documents),
+        say=said.append,
+    )
+    assert any(line.startswith(says) for line in said)
+    assert json.loads((tmp_path / "run.json").read_text())["versions"]["peagle"] == peagle.__version__
 
 
 def test_reduced_vocabulary_and_own_embeddings(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+import peagle
 from peagle.cli.bench import bench
 from peagle.cli.convert import convert
 from peagle.cli.data import data_app
@@ -72,13 +73,7 @@ app.command("demo", short_help="Watch plain, EAGLE-3 and P-EAGLE decoding.")(dem
 def print_version(wanted: bool) -> None:
     if not wanted:
         return
-    from importlib import metadata
-
-    try:
-        version = metadata.version("peagle")
-    except metadata.PackageNotFoundError:
-        version = "(not installed)"
-    typer.echo(f"peagle {version}")
+    typer.echo(f"peagle {peagle.__version__}")
     raise typer.Exit
 
 

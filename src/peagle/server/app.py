@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+import peagle
 from peagle.errors import InputError
 from peagle.server.answers import Answer, Echo
 from peagle.server.asgi import ClientGone, EventStream, Guard, error_response, unless_disconnected
@@ -48,13 +48,6 @@ class AppSettings:
     allowed_origins: Sequence[str] = ()
 
 
-def version() -> str:
-    try:
-        return metadata.version("peagle")
-    except metadata.PackageNotFoundError:
-        return "0"
-
-
 def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
     """The app over an engine loop, which it starts and stops."""
     engine = engine_loop.engine
@@ -70,7 +63,7 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody} for status in (400, 401, 404, 413, 429, 500, 503)
     }
-    app = FastAPI(title="peagle", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="peagle", version=peagle.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_keys=settings.api_keys)
     app.add_middleware(CountRequests, metrics=engine_loop.metrics.http)
     if settings.allowed_origins:  # outermost: a browser's first question brings no API key
@@ -207,7 +200,7 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
-        return {"version": version()}
+        return {"version": peagle.__version__}
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -29,6 +29,12 @@ def description(plan: Plan, weights: Weights) -> list[str]:
         f"{plan.sizes.chunk_size}, {plan.sizes.loss_rows} rows a loss slice; {plan.backend} attention, {plan.dtype} on "
         f"{plan.device}",
     ]
+    held = len(plan.held.lengths)
+    if held < config.validation_documents:
+        what = f"{held} documents" if held else "none: neither validation nor best/"
+        lines.append(
+            f"validation: {what}; {config.validation_documents} were asked for, and at most a tenth is held out"
+        )
     if config.packs_per_step % plan.world.size:
         lines.append(
             f"packs_per_step: {config.packs_per_step} packs on {plan.world.size} processes leave some idle at "
@@ -51,7 +57,7 @@ def run_facts(plan: Plan, sources: Sources, head: DrafterConfig, target_name: st
         "states": sources.states,
         "target": {"name": target_name, "fingerprint": sources.target},
         "versions": {
-            "peagle": getattr(peagle, "__version__", None),
+            "peagle": peagle.__version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
