@@ -122,6 +122,8 @@ def test_http_requests(start: Start, target: Target) -> None:
     httpx.post(f"{server.url}/v1/completions", json={"prompt": [1], "stream": True, "max_tokens": 1}, headers=key)
     httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]})
     httpx.get(f"{server.url}/v1/models/alias", headers=key)
+    for method in ("PROPFIND", "SEARCH"):  # whatever clients come up with is one series
+        httpx.request(method, f"{server.url}/tokenize", headers=key)
     httpx.get(f"{server.url}/health")
     counted = {
         (sample.labels["handler"], sample.labels["method"], sample.labels["status"]): sample.value
@@ -133,6 +135,7 @@ def test_http_requests(start: Start, target: Target) -> None:
         ("/v1/completions", "POST", "2xx"): 2,
         ("none", "POST", "4xx"): 1,  # refused before it had a route
         ("/v1/models/{name:path}", "GET", "2xx"): 1,
+        ("/tokenize", "other", "4xx"): 2,
     }
 
 

@@ -67,7 +67,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files, on the CPU; a damaged file is named."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise InputError(f"head: no *.safetensors in {folder}")
+        raise InputError(
+            f"head: no *.safetensors in {folder} (a pytorch_model.bin is not read: save it as safetensors)"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:

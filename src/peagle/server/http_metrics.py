@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 NOT_COUNTED = ("/metrics", "/health", "/version")
 SECONDS = (0.1, 0.5, 1.0)
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
 class HttpMetrics:
@@ -52,7 +53,8 @@ class CountRequests:
         try:
             await self.app(scope, receive, noted)
         finally:
-            # the route's own form, not the path that was asked for, of which there are endlessly many
+            # the route's own form, not the path that was asked for, of which there are endlessly many; so may be methods
             handler = getattr(scope.get("route"), "path", "none")
-            self.metrics.requests.labels(handler, scope["method"], f"{status // 100}xx").inc()
-            self.metrics.seconds.labels(handler, scope["method"]).observe(time.monotonic() - began)
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self.metrics.requests.labels(handler, method, f"{status // 100}xx").inc()
+            self.metrics.seconds.labels(handler, method).observe(time.monotonic() - began)
