@@ -53,7 +53,7 @@ class CountRequests:
         try:
             await self.app(scope, receive, noted)
         finally:
-            # the route's own form, not the path that was asked for, of which there are endlessly many; so may be methods
+            # the route's own form, not the path that was asked for: there are endlessly many of these, and of methods
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in METHODS else "other"
             self.metrics.requests.labels(handler, method, f"{status // 100}xx").inc()
