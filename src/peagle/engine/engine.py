@@ -56,6 +56,7 @@ class Engine:
         draft_table: DraftTable | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
+        target.check_paged()
         self.target = target
         self.drafter = drafter
         if drafter is not None:

@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from peagle.drafter.config import vllm_aux_layer_ids
 from peagle.errors import InputError
 from peagle.target.paged_attention import KVCache, PagedBatch, attend_paged
+from peagle.target.support import check_paged, decoder_layers, refuse_attention
 
 PAGED = "peagle_paged"
 CAUSAL = "peagle_causal"
@@ -31,10 +32,12 @@ def _paged_attention_interface(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     *,
-    paged: tuple[PagedBatch, KVCache],
+    paged: tuple[PagedBatch, KVCache] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    if paged is None:
+        refuse_attention(module)
     batch, caches = paged
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = attend_paged(
@@ -93,7 +96,7 @@ class Target:
         causal = self.own_attention == "sdpa" and _only_causal(self.config)
         self.dense_attention = CAUSAL if causal else self.own_attention
         self.decoder = self.model.get_decoder()
-        self.layers: nn.ModuleList = self.decoder.layers
+        self.layers: nn.ModuleList = decoder_layers(self.model)
         for i, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(self._capture(i), with_kwargs=True)
         self._wanted: frozenset[int] = frozenset()
@@ -146,6 +149,10 @@ class Target:
     def lm_head_weight(self) -> Tensor:
         """LM head [V, H]."""
         return self.model.get_output_embeddings().weight
+
+    def check_paged(self) -> None:
+        """Refuse a model that cannot run over paged caches; `encode` can do with it all the same. Raises InputError."""
+        check_paged(self.model, self.config)
 
     def default_aux_layer_ids(self) -> tuple[int, int, int]:
         """vLLM's default choice of auxiliary layers, (2, n/2, n-3).
