@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from transformers import (
 
 from peagle.engine.engine import Engine
 from peagle.errors import InputError
+from peagle.target import load_target
 from peagle.target.model import Target
 from tests.conftest import COMMON
 
@@ -48,6 +51,15 @@ def test_refused_by_the_engine(model: PreTrainedModel, message: str) -> None:
     target = Target(model, None, "tiny")  # for training from states that another engine computes it will do
     with pytest.raises(InputError, match=f"^model: {message}"):
         Engine(target)
+
+
+@pytest.mark.parametrize("key", ["kv_lora_rank", "num_kv_shared_layers"])
+def test_other_caches(target_folder: Callable[[str], Path], key: str) -> None:
+    target = load_target(str(target_folder("llama")), device="cpu")
+    target.check_paged()
+    setattr(target.config, key, 2)
+    with pytest.raises(InputError, match=rf"^model: LlamaForCausalLM has .*\({key}\)"):
+        target.check_paged()
 
 
 def test_layers_elsewhere() -> None:

@@ -11,6 +11,11 @@ from peagle.errors import InputError
 
 # Chunked attention, convolutions and linear attention are none of what a block of keys and values holds.
 LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
+# settings that mean another cache than one key and one value of the same width a layer
+OTHER_CACHES = {
+    "kv_lora_rank": "multi-head latent attention",  # DeepSeek
+    "num_kv_shared_layers": "layers that read another's keys and values",  # Gemma 3n
+}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -31,6 +36,9 @@ def check_paged(model: PreTrainedModel, config: Any) -> None:
     if others or getattr(model, "_is_stateful", False):
         what = f"layers of type {others[0]}" if others else "a recurrent state"
         raise InputError(f"model: {name} has {what}, expected full or sliding-window attention in every layer")
+    for key, what in OTHER_CACHES.items():
+        if getattr(config, key, None):
+            raise InputError(f"model: {name} has {what} ({key}), expected keys and values of its own in every layer")
     if not model._supports_attention_backend:
         raise InputError(f"model: {name} does not use Transformers' attention interface, expected a model that does")
 
