@@ -153,6 +153,18 @@ def test_a_cache_that_the_host_cannot_hold(
         Engine(target, config=EngineConfig(**settings))
 
 
+@pytest.mark.parametrize(
+    "extreme", [{"temperature": 1e308}, {"repetition_penalty": 1e308}, {"repetition_penalty": 1e-308}]
+)
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_numbers_beyond_float32(target: Target, extreme: dict[str, float]) -> None:
+    """They are sampled with like any large ones: what must not come does not."""
+    banned = list(range(1, target.vocab_size))
+    params = SamplingParams(max_tokens=4, min_tokens=4, stop_token_ids=banned, seed=1, **extreme)  # type: ignore[arg-type]
+    (request,) = run(Engine(target, config=EngineConfig(num_kv_blocks=8, max_num_seqs=2)), [SEQUENCES[0]], params)
+    assert request.output_token_ids[:3] == [0, 0, 0]  # the only token that does not end it
+
+
 def test_the_length_is_lowered_to_what_the_cache_holds(target: Target, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = Engine(target, config=EngineConfig(num_kv_blocks=4, max_num_seqs=2))

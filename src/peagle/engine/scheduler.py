@@ -18,6 +18,7 @@ from peagle.engine.request import Request, Status
 # is set aside only for rows that choose a token.
 PROMPT_LOGPROB_ROWS = 256
 MAX_TOP_K = 2**31 - 1  # more than any vocabulary; a lane keeps a machine integer
+MAX_FACTOR = 1e30  # a lane keeps a float32: infinite temperatures and penalties make logits that are no numbers
 
 
 @dataclass(slots=True)
@@ -45,13 +46,13 @@ def lane_setup(request: Request) -> LaneSetup:
         token_ids=request.token_ids,
         num_speculative_tokens=request.num_speculative_tokens,
         max_total_tokens=request.max_total_tokens,
-        temperature=0.0 if params.greedy else params.temperature,
+        temperature=0.0 if params.greedy else min(params.temperature, MAX_FACTOR),
         top_k=min(max(params.top_k, 0), MAX_TOP_K),
         top_p=params.top_p,
         seed=request.seed,
         num_prompt=request.num_prompt,
         min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
+        repetition_penalty=min(max(params.repetition_penalty, 1 / MAX_FACTOR), MAX_FACTOR),
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         logit_bias=(tuple(bias), tuple(bias.values())),
