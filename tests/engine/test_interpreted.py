@@ -10,18 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.engine import Engine, SamplingParams
+from peagle.engine import Engine, SamplingParams, fused_drafter
 from peagle.engine.fused_drafter import FusedDrafter
 from peagle.kernels import fused_layer
 from peagle.target import Target, load_target, paged_attention
+from peagle.target import fused as fused_target
 from peagle.target.fused import fuse_decoder_layers
 from tests.engine.helpers import ASCII, SEQUENCES, greedy, make_engine, run, tiny_head
 
 pytest.importorskip("triton")
 from peagle.kernels import draft_batch_triton, fused_layer_triton
 from peagle.kernels.attention_table import DecodeConfig
+from peagle.kernels.chained_layer import Chain
 from peagle.kernels.decode_attention import decode_attention_triton
 from peagle.kernels.paged_attention import paged_attention_triton, write_kv_triton
+from peagle.kernels.skinny_linear import MAX_ROWS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them compiled, in test_gpu")
 
@@ -57,13 +60,17 @@ def attend_in_one_tile(q: Tensor, cache: tuple[Tensor, Tensor], batch: Any, scal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "one_tile"), [("p-eagle", False), ("p-eagle", True), ("eagle3", False)])
+@pytest.mark.parametrize(
+    ("kind", "one_tile", "chained"),
+    [("p-eagle", False, False), ("p-eagle", True, False), ("p-eagle", False, True), ("eagle3", False, False)],
+)
 def test_same_as_eager(
     target_folder: Callable[[str], Path],
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     one_tile: bool,
+    chained: bool,
 ) -> None:
     target: Target = load_target(str(target_folder("llama")), device="cpu")
     with torch.no_grad():
@@ -74,6 +81,10 @@ def test_same_as_eager(
     if one_tile:
         for module in (paged_attention, fused_layer):
             monkeypatch.setattr(module, "attend_written", attend_in_one_tile)
+    if chained:
+        chain = Chain(is_early=False)
+        for layers in (fused_target, fused_drafter):
+            monkeypatch.setattr(layers, "chain_for", lambda x: chain if len(x) <= MAX_ROWS else None)
     fuse_decoder_layers(target)
     engine = make_engine(target, drafter, 3)
     assert engine.runner.draft_pass is not None

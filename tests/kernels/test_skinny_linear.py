@@ -16,7 +16,7 @@ from peagle.kernels.fused_layer import (
 )
 
 pytest.importorskip("triton")
-from peagle.kernels.skinny_linear import CONFIGS, fastest, skinny
+from peagle.kernels.skinny_linear import CONFIGS, Config, fastest, skinny
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -25,9 +25,9 @@ DEVICE = "cuda" if CUDA else "cpu"
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("rows", "depth", "width"), [(1, 256, 64), (8, 512, 72), (16, 200, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32])
-def test_equals_pytorch(config: tuple[int, int, int], rows: int, depth: int, width: int, dtype: torch.dtype) -> None:
+def test_equals_pytorch(config: Config, rows: int, depth: int, width: int, dtype: torch.dtype) -> None:
     if dtype == torch.float32 and CUDA:
-        config = (*config[:2], 2)  # the tiles are twice as large
+        config = config._replace(stages=2)  # the tiles are twice as large
     g = torch.Generator().manual_seed(0)
     x, weight, bias, residual = (
         torch.randn(*shape, generator=g).to(dtype) / depth**0.25

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.kernels.fused_layer import LayerWeights, join_linears, run_layer, tune_layers
+from peagle.kernels.fused_layer import LayerWeights, chain_for, join_linears, run_layer, tune_layers
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.paged_attention import KVCache, PagedBatch
 
@@ -55,14 +55,19 @@ class FusedDrafter:
         """As `Drafter.forward`: embeds, hidden [T, H], positions [T] -> (normed, feedback) [T, H]."""
         drafter = self.drafter
         cos, sin = self.rotary(hidden, positions[None])
-        for layer, weights, cache in zip(self.layers, self.weights, kv_cache, strict=True):
-            residual = hidden
-            if layer.layer == 0:
-                normed = layer.hidden_norm(hidden)
-                residual = normed if layer.norm_before_residual else hidden
-                x = torch.cat((layer.input_layernorm(embeds), normed), dim=-1)
+        first, chain = self.layers[0], chain_for(hidden)
+        normed = first.hidden_norm(hidden)
+        residual = normed if first.norm_before_residual else hidden
+        x = torch.cat((first.input_layernorm(embeds), normed), dim=-1)
+        # behind each layer stands a norm: the next one's, or the last
+        norms = [*(layer.input_layernorm for layer in self.layers[1:]), drafter.norm]
+        for weights, cache, norm in zip(self.weights, kv_cache, norms, strict=True):
+            if chain is None:
+                hidden = run_layer(x, residual, weights, cos[0], sin[0], cache, batch)
+                x = norm(hidden)
             else:
-                x = layer.input_layernorm(hidden)
-            hidden = run_layer(x, residual, weights, cos[0], sin[0], cache, batch)
-        normed = drafter.norm(hidden)
-        return normed, normed if drafter.config.norm_output else hidden
+                from peagle.kernels.chained_layer import run_layer_chained
+
+                hidden, x = run_layer_chained(x, residual, weights, cos[0], sin[0], cache, batch, norm.weight, chain)
+            residual = hidden
+        return x, x if drafter.config.norm_output else hidden

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.attention_table import DecodeConfig, tile_rows, useful_splits
+from peagle.kernels.early_launch import early_launch
 from peagle.kernels.join_splits import join_splits
 from peagle.target.paged_attention import PagedBatch
 
@@ -24,13 +25,15 @@ def _decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_SPLIT: tl.constexpr,
-    IS_UNIFORM: tl.constexpr, EARLY_JOIN: tl.constexpr,
+    IS_UNIFORM: tl.constexpr, EARLY_JOIN: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     log2_e: tl.constexpr = 1.4426950408889634
     to_log2 = log2_e if HAS_SOFTCAP else scale * log2_e  # of a score, whose exponentials are powers of 2
     KEYS: tl.constexpr = 0 if KEYS_FIRST else 1  # the axis of the keys in a tile of scores
-    if EARLY_JOIN:  # the join may be started, to wait for this kernel's results on the card
+    if EARLY_JOIN:  # the next kernel may be started, to wait for this one's results on the card
         tl.extra.cuda.gdc_launch_dependents()
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_wait()
     # heads run fastest: the programs that run together read neighbouring parts of the same positions
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
@@ -135,10 +138,11 @@ def decode_attention_triton(
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    is_chained: bool = False,
 ) -> Tensor:
     """As `peagle.target.paged_attention.paged_attention`, nothing read back; one launch, or two when keys are split.
 
-    q [T, Hq, D]; no request may have more than batch.max_query_len rows.
+    q [T, Hq, D]; no request may have more than batch.max_query_len rows. is_chained: launched early (`early_launch`).
     """
     rows, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -149,6 +153,7 @@ def decode_attention_triton(
     num_splits = useful_splits(config, batch.max_context_len)
     out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     part = best = total = out
+    early_join = is_chained or (config.early_join and num_splits > 1)
     if num_splits > 1:
         part = torch.empty((num_splits, rows, num_heads, head_dim), dtype=torch.float32, device=q.device)
         best, total = torch.empty((2, num_splits, rows, num_heads), dtype=torch.float32, device=q.device)
@@ -164,9 +169,9 @@ def decode_attention_triton(
         HAS_SINKS=sinks is not None, HAS_WINDOW=sliding_window is not None, HAS_SOFTCAP=bool(softcap),
         # as many rows as that leave no request fewer than the others: then nobody waits for query_start
         IS_UNIFORM=rows == requests * batch.max_query_len,
-        IS_SPLIT=num_splits > 1, EARLY_JOIN=config.early_join and num_splits > 1,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        IS_SPLIT=num_splits > 1, EARLY_JOIN=early_join, IS_CHAINED=is_chained,
+        num_warps=config.num_warps, num_stages=config.num_stages, **early_launch(is_chained),
     )  # fmt: skip
     if num_splits > 1:
-        join_splits(out, part, best, total, config.early_join)
+        join_splits(out, part, best, total, early_join)
     return out

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.target.paged_attention import PagedBatch, attend_written, write_kv
+
+if TYPE_CHECKING:
+    from peagle.kernels.chained_layer import Chain
 
 TUNED_LAYERS = 8  # so many layers' weights do not fit into a cache
 
@@ -74,6 +78,15 @@ def run_layer(
     out = linear(out.reshape(len(out), -1), weights.o, weights.o_bias)
     hidden, normed = add_rms_norm(out, residual, weights.post_norm, weights.eps)
     return add_linear_(hidden, silu_linear(normed, weights.gate_up), weights.down)
+
+
+def chain_for(x: Tensor) -> Chain | None:
+    """How layers over the rows x [T, H] run chained, if they do (`chained_layer.run_layer_chained`)."""
+    if not x.is_cuda:
+        return None
+    from peagle.kernels import chained_layer
+
+    return chained_layer.chain_for(x)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.early_launch import early_launch
 from peagle.target.paged_attention import FP8
 
 if TYPE_CHECKING:
@@ -19,11 +20,14 @@ HEADS_AT_ONCE = 8
 
 @triton.jit
 def _rope_and_write_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cache_ptr, slot_ptr,
-    qkv_stride, cos_stride, sin_stride, eps,
+    q_ptr, qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cache_ptr, slot_ptr,
+    q_stride, qkv_stride, part_stride, cos_stride, sin_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    HEADS: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr,
+    HEADS: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr, PARTS: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, HALF_PAD)
@@ -31,8 +35,15 @@ def _rope_and_write_kernel(
     is_q, is_v = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_dim[None]
     offset = head[:, None] * (2 * HALF) + d[None]
-    first = tl.load(qkv_ptr + row * qkv_stride + offset, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + row * qkv_stride + offset + HALF, mask=inside, other=0.0).to(tl.float32)
+    source = qkv_ptr + row * qkv_stride + offset
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        first += tl.load(source + part * part_stride, mask=inside, other=0.0)
+        second += tl.load(source + part * part_stride + HALF, mask=inside, other=0.0)
+    # rounded where one product would be
+    first = first.to(q_ptr.dtype.element_ty).to(tl.float32)
+    second = second.to(q_ptr.dtype.element_ty).to(tl.float32)
     a, b = first, second
     if HAS_NORM:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
@@ -48,14 +59,15 @@ def _rope_and_write_kernel(
     sin2 = tl.load(sin_ptr + row * sin_stride + HALF + d, mask=in_dim, other=0.0).to(tl.float32)[None]
     out1 = tl.where(is_v[:, None], first, a * cos1 - b * sin1)
     out2 = tl.where(is_v[:, None], second, b * cos2 + a * sin2)
-    # q goes back to where it came from; nobody else reads these elements
-    tl.store(qkv_ptr + row * qkv_stride + offset, out1.to(qkv_ptr.dtype.element_ty), mask=inside & is_q[:, None])
-    tl.store(qkv_ptr + row * qkv_stride + offset + HALF, out2.to(qkv_ptr.dtype.element_ty), mask=inside & is_q[:, None])
+    # q may go back to where it came from; nobody else reads these elements
+    target = q_ptr + row * q_stride + offset
+    tl.store(target, out1.to(q_ptr.dtype.element_ty), mask=inside & is_q[:, None])
+    tl.store(target + HALF, out2.to(q_ptr.dtype.element_ty), mask=inside & is_q[:, None])
     slot = tl.load(slot_ptr + row).to(tl.int64)
     if slot >= 0:
         # keys and values are rounded as the layer's dtype before the cache's
-        kv1 = out1.to(qkv_ptr.dtype.element_ty).to(tl.float32)
-        kv2 = out2.to(qkv_ptr.dtype.element_ty).to(tl.float32)
+        kv1 = out1.to(q_ptr.dtype.element_ty).to(tl.float32)
+        kv2 = out2.to(q_ptr.dtype.element_ty).to(tl.float32)
         if IS_FP8:
             kv1 = tl.minimum(tl.maximum(kv1, -448.0), 448.0)
             kv2 = tl.minimum(tl.maximum(kv2, -448.0), 448.0)
@@ -70,32 +82,48 @@ def _rope_and_write_kernel(
 
 
 def rope_and_write_triton(
-    qkv: Tensor, cos: Tensor, sin: Tensor, weights: LayerWeights, cache: tuple[Tensor, Tensor], slot_mapping: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    weights: LayerWeights,
+    cache: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+    is_chained: bool = False,
 ) -> Tensor:
-    """As `rope_and_write`, in one launch; q is rotated in place and returned as a view."""
-    rows, dim = len(qkv), weights.head_dim
+    """As `rope_and_write`, in one launch; q is rotated in place and returned as a view.
+
+    qkv may also come as [S, T, (Hq + 2 Hkv) * D] float32, whose sum over S it is; then q is in cos' dtype.
+    """
+    (rows, width), dim = qkv.shape[-2:], weights.head_dim
+    parts = len(qkv) if qkv.dim() == 3 else 1
+    q = qkv if qkv.dim() == 2 else torch.empty((rows, weights.num_heads * dim), dtype=cos.dtype, device=qkv.device)
     heads = weights.num_heads + 2 * weights.num_kv_heads
     half = dim // 2
     has_norm = weights.q_norm is not None
     _rope_and_write_kernel[(rows, triton.cdiv(heads, HEADS_AT_ONCE))](
-        qkv, cos, sin, weights.q_norm if has_norm else qkv, weights.k_norm if has_norm else qkv, *cache, slot_mapping,
-        qkv.stride(0), cos.stride(0), sin.stride(0), weights.eps,
+        q, qkv, cos, sin, weights.q_norm if has_norm else q, weights.k_norm if has_norm else q, *cache, slot_mapping,
+        q.stride(0), qkv.stride(-2), rows * width, cos.stride(0), sin.stride(0), weights.eps,
         NUM_HEADS=weights.num_heads, NUM_KV_HEADS=weights.num_kv_heads, HALF=half,
         HALF_PAD=triton.next_power_of_2(half), HEADS=HEADS_AT_ONCE, HAS_NORM=has_norm, IS_FP8=cache[0].dtype is FP8,
-        num_warps=2,
+        PARTS=parts, IS_CHAINED=is_chained, num_warps=2, **early_launch(is_chained),
     )  # fmt: skip
-    return qkv[:, : weights.num_heads * dim].view(rows, weights.num_heads, dim)
+    return q[:, : weights.num_heads * dim].view(rows, weights.num_heads, dim)
 
 
 @triton.jit
 def _add_rms_norm_kernel(
-    sum_ptr, out_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    sum_ptr, out_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, part_stride, residual_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * part_stride + row * x_stride + column, mask=inside, other=0.0)
     x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     x = x.to(sum_ptr.dtype.element_ty)  # the norm is that of the sum as it is kept
     tl.store(sum_ptr + row * WIDTH + column, x, mask=inside)
@@ -105,14 +133,17 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + row * WIDTH + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `add_rms_norm`, in one launch."""
-    rows, width = x.shape
-    total, out = (torch.empty((rows, width), dtype=x.dtype, device=x.device) for _ in range(2))
+def add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_chained: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `add_rms_norm`, in one launch. x may also come as [S, T, H] float32, whose sum over S is added."""
+    rows, width = residual.shape
+    total, out = (torch.empty((rows, width), dtype=residual.dtype, device=x.device) for _ in range(2))
     block = triton.next_power_of_2(width)
     _add_rms_norm_kernel[(rows,)](
-        total, out, x, residual, weight, x.stride(0), residual.stride(0), eps,
-        WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        total, out, x, residual, weight, x.stride(-2), rows * width, residual.stride(0), eps,
+        WIDTH=width, BLOCK=block, PARTS=len(x) if x.dim() == 3 else 1, IS_CHAINED=is_chained,
+        num_warps=min(16, max(1, block // (256 if is_chained else 512))), **early_launch(is_chained),
     )  # fmt: skip
     return total, out
 

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.early_launch import early_launch
+
 
 @triton.jit
 def _join_kernel(
@@ -14,6 +16,7 @@ def _join_kernel(
 ):  # fmt: skip
     # One program a row and head puts the splits of its keys together.
     if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     cell = tl.program_id(0)
     d = tl.arange(0, DIM)
@@ -36,9 +39,8 @@ def join_splits(out: Tensor, part: Tensor, best: Tensor, total: Tensor, is_early
     is_early: the kernel that makes the parts lets this one be launched before it ends (programmatic dependent launch).
     """
     num_splits, rows, num_heads, head_dim = part.shape
-    launch = {"launch_pdl": True} if is_early else {}  # Triton's interpreter does not know the word
     _join_kernel[(rows * num_heads,)](
         out, part, best, total, rows * num_heads,
         HEAD_DIM=head_dim, DIM=max(16, triton.next_power_of_2(head_dim)), NUM_SPLITS=num_splits, IS_EARLY=is_early,
-        num_warps=2, **launch,
+        num_warps=2, **early_launch(is_early),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from peagle.kernels.attention_table import choose_config
 from peagle.kernels.decode_attention import decode_attention_triton
+from peagle.kernels.early_launch import early_launch
 from peagle.kernels.join_splits import join_splits
 from peagle.target.paged_attention import FP8, PagedBatch
 
@@ -55,8 +56,11 @@ def _paged_attention_kernel(
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, BLOCK_Q: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SEARCH_STEPS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # Query tiles are numbered so that request r's first tile is query_start[r] // BLOCK_Q + r: an upper bound of the
     # tiles is then known without reading lengths back, and a binary search finds the request of a tile.
     tile = tl.program_id(0)
@@ -167,10 +171,11 @@ def paged_attention_triton(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     num_splits: int | None = None,
+    is_chained: bool = False,
 ) -> Tensor:
     """As `peagle.target.paged_attention.paged_attention`, without reading anything back; in one launch, or in two when
     the keys are split (num_splits, None: by `choose_splits`). Batches that `attention_table` lists run the kernel of
-    `decode_attention` instead, unless num_splits is given."""
+    `decode_attention` instead, unless num_splits is given. is_chained: launched early (`early_launch`)."""
     rows, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     requests = len(batch.query_start) - 1
@@ -178,7 +183,9 @@ def paged_attention_triton(
     if num_splits is None:
         config = choose_config(requests, batch.max_query_len, num_kv_heads, group, head_dim, k_cache.element_size())
         if config is not None:
-            return decode_attention_triton(q, k_cache, v_cache, batch, scale, config, sliding_window, sinks, softcap)
+            return decode_attention_triton(
+                q, k_cache, v_cache, batch, scale, config, sliding_window, sinks, softcap, is_chained
+            )
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty((rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
@@ -205,8 +212,9 @@ def paged_attention_triton(
         BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
         DIM=dim, BLOCK_Q=block_q, GROUP_PAD=group_pad, BLOCK_N=64,
         HAS_SINKS=sinks is not None, HAS_WINDOW=sliding_window is not None, HAS_SOFTCAP=bool(softcap),
-        SEARCH_STEPS=max(1, requests.bit_length()), NUM_SPLITS=num_splits,
+        SEARCH_STEPS=max(1, requests.bit_length()), NUM_SPLITS=num_splits, IS_CHAINED=is_chained,
+        **early_launch(is_chained),
     )  # fmt: skip
     if num_splits > 1:
-        join_splits(out, part, best, total)
+        join_splits(out, part, best, total, is_chained)
     return out

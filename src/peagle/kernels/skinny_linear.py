@@ -9,49 +9,100 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.early_launch import early_launch
+
 MAX_ROWS = 16  # the height of a tile of the matrix units
 Mode = Literal["plain", "gated", "added"]
-Config = tuple[int, int, int]  # columns a program, depth a turn, turns in flight
 
-CONFIGS: tuple[Config, ...] = ((16, 256, 4), (32, 128, 5), (64, 128, 4))
+
+class Config(NamedTuple):
+    """columns (of the output) a program, depth a turn, turns in flight (stages).
+
+    splits: the depth is shared by so many programs, whose sums the caller adds up ("plain" only). weight_first: the
+    product is taken as weight x rows, so that the weight's rows fill the 64 of Hopper's matrix instruction (64 columns
+    or more).
+    """
+
+    columns: int
+    depth: int
+    stages: int
+    splits: int = 1
+    weight_first: bool = False
+
+
+CONFIGS = (Config(16, 256, 4), Config(32, 128, 5), Config(64, 128, 4))
 # (mode, weight rows, weight columns) -> the fastest; None: the library
 _fastest: dict[tuple[Mode, int, int], Config | None] = {}
 
 
 @triton.jit
+def _prefetch(weight_ptr, first_row, width, depth, first, BLOCK_N: tl.constexpr, SIZE: tl.constexpr):
+    """Have the L2 cache fetch SIZE bytes of each of BLOCK_N rows of the weight; nobody waits for them."""
+    # One request a row. Threads of a warp make different ones in turn, so neighbours make the same.
+    thread = tl.arange(0, 128)
+    row = tl.minimum(first_row + thread * BLOCK_N // 128, width - 1).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [(weight_ptr + row * depth + first).to(tl.int64), tl.full([128], SIZE, tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _skinny_kernel(
-    out_ptr, x_ptr, weight_ptr, bias_ptr, rows, width, depth, x_stride, out_stride,
+    out_ptr, x_ptr, weight_ptr, bias_ptr, rows, width, depth, share, x_stride, out_stride,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr, ADDED: tl.constexpr,
+    GATED: tl.constexpr, ADDED: tl.constexpr, WEIGHT_FIRST: tl.constexpr, IS_CHAINED: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
+    split = tl.program_id(1)
+    first = split * share
+    last = tl.minimum(first + share, depth)
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        # No kernel writes weights, so they may be on their way while the kernel that makes x still runs.
+        if PREFETCH > 0:
+            first_row = tl.program_id(0) * BLOCK_N
+            _prefetch(weight_ptr, first_row, width, depth, first, BLOCK_N, PREFETCH)
+            if GATED:
+                _prefetch(weight_ptr + width.to(tl.int64) * depth, first_row, width, depth, first, BLOCK_N, PREFETCH)
+        tl.extra.cuda.gdc_wait()
     m = tl.arange(0, 16)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < width
     weight_row = weight_ptr + column.to(tl.int64)[:, None] * depth
     gate_to_up = width.to(tl.int64) * depth
-    acc = tl.zeros([16, BLOCK_N], tl.float32)
-    up = tl.zeros([16, BLOCK_N], tl.float32)
-    for k0 in range(0, depth, BLOCK_K):
+    acc = tl.zeros([BLOCK_N, 16] if WEIGHT_FIRST else [16, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N, 16] if WEIGHT_FIRST else [16, BLOCK_N], tl.float32)
+    for k0 in range(first, last, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         x_mask, w_mask = (m < rows)[:, None], inside[:, None]
         if not EVEN:
-            x_mask, w_mask = x_mask & (k < depth)[None], w_mask & (k < depth)[None]
+            x_mask, w_mask = x_mask & (k < last)[None], w_mask & (k < last)[None]
         x = tl.load(x_ptr + m[:, None] * x_stride + k[None], mask=x_mask, other=0.0)
         weight = tl.load(weight_row + k[None], mask=w_mask, other=0.0)
-        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        if WEIGHT_FIRST:
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
         if GATED:
             weight = tl.load(weight_row + gate_to_up + k[None], mask=w_mask, other=0.0)
-            up = tl.dot(x, tl.trans(weight), up, input_precision="ieee")
+            if WEIGHT_FIRST:
+                up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
+            else:
+                up = tl.dot(x, tl.trans(weight), up, input_precision="ieee")
+    if WEIGHT_FIRST:
+        acc, up = tl.trans(acc), tl.trans(up)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None]
-    out = out_ptr + m[:, None] * out_stride + column[None]
+        acc += tl.load(bias_ptr + column, mask=inside & (column * 0 + split == 0), other=0.0).to(tl.float32)[None]
+    out = out_ptr + split.to(tl.int64) * rows * out_stride + m[:, None] * out_stride + column[None]
     live = (m < rows)[:, None] & inside[None]
     if GATED:
         # rounded where a product of its own would be
@@ -63,16 +114,35 @@ def _skinny_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def skinny(mode: Mode, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: Config) -> Tensor:
+def skinny(
+    mode: Mode,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: Config,
+    is_chained: bool = False,
+    prefetch: int = 0,
+) -> Tensor:
     """Into out [M, N], from x [M, K] with M at most MAX_ROWS and contiguous weight: x @ weight.T (+ bias) ("plain");
-    silu of the product with the weight's first half times that with its second ("gated"); added to `out` ("added")."""
+    silu of the product with the weight's first half times that with its second ("gated"); added to `out` ("added").
+
+    With config.splits S above 1, out is [S, M, N] float32, contiguous, and its sum over S is the product.
+    is_chained: the launch is an early one (`early_launch`); prefetch: bytes of the weight that each program then has
+    fetched into the L2 cache before it waits for x.
+    """
     rows, depth = x.shape
     width = weight.shape[0] // 2 if mode == "gated" else weight.shape[0]
-    block_n, block_k, stages = config
-    _skinny_kernel[(triton.cdiv(width, block_n),)](
-        out, x, weight, weight if bias is None else bias, rows, width, depth, x.stride(0), out.stride(0),
-        BLOCK_N=block_n, BLOCK_K=block_k, EVEN=depth % block_k == 0, HAS_BIAS=bias is not None,
-        GATED=mode == "gated", ADDED=mode == "added", num_stages=stages, num_warps=4,
+    share = triton.cdiv(triton.cdiv(depth, config.splits), config.depth) * config.depth
+    # bytes of each row of the weight, within the program's share; requests are of multiples of 16
+    ahead = min(prefetch // config.columns // (2 if mode == "gated" else 1), share * 2) // 16 * 16
+    if not is_chained or weight.element_size() != 2 or depth % 8 or depth % share:
+        ahead = 0
+    _skinny_kernel[(triton.cdiv(width, config.columns), config.splits)](
+        out, x, weight, weight if bias is None else bias, rows, width, depth, share, x.stride(0), out.stride(-2),
+        BLOCK_N=config.columns, BLOCK_K=config.depth, EVEN=depth % config.depth == 0, HAS_BIAS=bias is not None,
+        GATED=mode == "gated", ADDED=mode == "added", WEIGHT_FIRST=config.weight_first, IS_CHAINED=is_chained,
+        PREFETCH=ahead, num_stages=config.stages, num_warps=4, **early_launch(is_chained),
     )  # fmt: skip
     return out
 
@@ -85,7 +155,9 @@ def fastest(mode: Mode, x: Tensor, weight: Tensor) -> Config | None:
 def findings() -> dict[str, str]:
     """What `tune` has chosen so far, to be read by people."""
     return {
-        f"{mode} {height}x{depth}": "library" if config is None else "columns {}, depth {}, stages {}".format(*config)
+        f"{mode} {height}x{depth}": "library"
+        if config is None
+        else "columns {}, depth {}, stages {}".format(*config[:3])
         for (mode, height, depth), config in _fastest.items()
     }
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.fused_layer import LayerWeights, join_linears, run_layer, tune_layers
+from peagle.kernels.fused_layer import LayerWeights, chain_for, join_linears, run_layer, tune_layers
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.model import Target
 from peagle.target.paged_attention import KVCache, PagedBatch
@@ -22,6 +23,8 @@ class FusedForward:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.dense, self.index, self.input_norm = layer.forward, int(attention.layer_idx), layer.input_layernorm
+        self.following: FusedForward | None = None
+        self.handed: tuple[Tensor, Tensor] | None = None  # an input, and its norm, from the layer before
         qkv, bias = join_linears([attention.q_proj, attention.k_proj, attention.v_proj])
         gate_up, _ = join_linears([mlp.gate_proj, mlp.up_proj])
         post_norm, q_norm = layer.post_attention_layernorm, getattr(attention, "q_norm", None)
@@ -58,8 +61,22 @@ class FusedForward:
         assert position_embeddings is not None
         batch, caches = paged
         cos, sin = position_embeddings
-        x = self.input_norm(hidden_states[0])
-        return run_layer(x, hidden_states[0], self.weights, cos[0], sin[0], caches[self.index], batch)[None]
+        handed, self.handed = self.handed, None
+        x = handed[1] if handed is not None and handed[0] is hidden_states else self.input_norm(hidden_states[0])
+        layer = (x, hidden_states[0], self.weights, cos[0], sin[0], caches[self.index], batch)
+        chain = chain_for(x)
+        if chain is None:
+            return run_layer(*layer)[None]
+        from peagle.kernels.chained_layer import run_layer_chained
+
+        following = self.following
+        # nobody asks the last layer for a norm; any weight will do
+        next_norm = self.weights.post_norm if following is None else following.input_norm.weight
+        hidden, normed = run_layer_chained(*layer, next_norm, chain)
+        hidden = hidden[None]
+        if following is not None:
+            following.handed = hidden, normed
+        return hidden
 
 
 def norm_eps(norm: nn.Module) -> float:
@@ -90,6 +107,9 @@ def fuse_decoder_layers(target: Target) -> int:
         if not isinstance(layer.forward, FusedForward):
             layer.forward = FusedForward(layer)
             fused.append(layer.forward.weights)
+    forwards: list[Any] = [layer.forward for layer in target.layers]
+    for forward, following in itertools.pairwise(forwards):
+        forward.following = following
     tune_layers(fused)
     rotary = getattr(target.decoder, "rotary_emb", None)
     if can_tabulate(rotary):

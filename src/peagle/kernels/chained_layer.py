@@ -1,0 +1,83 @@
+"""A decoder layer over few rows whose kernels are launched early: the memory reads weights while the small ones run.
+
+Against `fused_layer.run_layer`, which stays the form of everything else: every product is our own kernel
+(`skinny_linear`), which has its first weights fetched into the L2 cache before it waits for its input (`early_launch`);
+sums over parts of a product's depth are made by the kernel that reads them, RoPE's or a norm's, so splitting the depth
+costs no launch; and the last sum of a layer also makes the norm that the next one begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.fused_layer import LayerWeights
+from peagle.kernels.fused_layer_triton import add_rms_norm_triton, rope_and_write_triton
+from peagle.kernels.paged_attention import paged_attention_triton
+from peagle.kernels.skinny_linear import MAX_ROWS, Config, Mode, skinny
+from peagle.target.paged_attention import PagedBatch
+
+# What a product takes that `Chain.configs` does not list. Not measured.
+DEFAULTS: dict[Mode, Config] = {"plain": Config(64, 128, 4, 2, True), "gated": Config(64, 64, 5, 1, True)}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """How chained layers run.
+
+    configs: (mode, weight rows, weight columns) -> a product's configuration. prefetch: bytes of weights that each
+    program of a product has fetched ahead. is_early: launch early (a GPU of compute capability 9.0 or later).
+    """
+
+    configs: Mapping[tuple[Mode, int, int], Config] = field(default_factory=dict)
+    prefetch: int = 1 << 16
+    is_early: bool = True
+
+    def product(self, mode: Mode, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As `skinny`: [M, N] in x's dtype, or [S, M, N] float32 where the configuration splits the depth."""
+        config = self.configs.get((mode, *weight.shape), DEFAULTS[mode])
+        width = len(weight) // 2 if mode == "gated" else len(weight)
+        if config.splits == 1:
+            out = x.new_empty(len(x), width)
+        else:
+            out = torch.empty((config.splits, len(x), width), dtype=torch.float32, device=x.device)
+        return skinny(mode, x, weight, bias, out, config, self.is_early, self.prefetch)
+
+
+_chain: Chain | None = None
+
+
+def use_chain(chain: Chain | None) -> None:
+    """From now on let layers over few rows run chained (None: not). Steps already recorded stay as they are."""
+    global _chain
+    _chain = chain
+
+
+def chain_for(x: Tensor) -> Chain | None:
+    """The chain in use, if rows x [T, H] are few and of a dtype that the kernels are made for."""
+    return _chain if len(x) <= MAX_ROWS and x.element_size() == 2 else None
+
+
+def run_layer_chained(
+    x: Tensor,
+    residual: Tensor,
+    weights: LayerWeights,
+    cos: Tensor,
+    sin: Tensor,
+    cache: tuple[Tensor, Tensor],
+    batch: PagedBatch,
+    next_norm: Tensor,
+    chain: Chain,
+) -> tuple[Tensor, Tensor]:
+    """As `run_layer`, at most MAX_ROWS rows: the layer's output [T, H], and its RMS norm with the weight next_norm."""
+    early = chain.is_early
+    qkv = chain.product("plain", x, weights.qkv, weights.qkv_bias)
+    q = rope_and_write_triton(qkv, cos, sin, weights, cache, batch.slot_mapping, early)
+    out = paged_attention_triton(q, *cache, batch, weights.scale, weights.sliding_window, is_chained=early)
+    out = chain.product("plain", out.view(len(out), -1), weights.o, weights.o_bias)
+    hidden, normed = add_rms_norm_triton(out, residual, weights.post_norm, weights.eps, early)
+    out = chain.product("plain", chain.product("gated", normed, weights.gate_up), weights.down)
+    return add_rms_norm_triton(out, hidden, next_norm, weights.eps, early)

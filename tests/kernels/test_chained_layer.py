@@ -1,0 +1,110 @@
+"""A chained layer against the PyTorch form: interpreted on the CPU, compiled and launched early on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.kernels.fused_layer import (
+    LayerWeights,
+    add_rms_norm_torch,
+    chain_for,
+    rope_and_write_torch,
+    silu_and_mul_torch,
+)
+from peagle.target.paged_attention import PagedBatch, paged_attention
+
+pytest.importorskip("triton")
+from peagle.kernels.chained_layer import Chain, run_layer_chained, use_chain
+from peagle.kernels.skinny_linear import Config
+
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+HEADS, KV_HEADS, DIM, HIDDEN, INTER = 4, 2, 16, 64, 96
+
+
+def make_case(rows: int, bias: bool, q_norms: bool) -> tuple[LayerWeights, list[Tensor], PagedBatch]:
+    """Weights; x, residual, cos, sin, the next norm's weight, and a k and a v cache; one request after 9 positions."""
+    g = torch.Generator().manual_seed(rows)
+    make = lambda *shape: torch.randn(*shape, generator=g).to(DEVICE, DTYPE)  # noqa: E731
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    weights = LayerWeights(
+        make(width, HIDDEN) / 8, make(width) if bias else None, make(HIDDEN, HEADS * DIM) / 8,
+        make(HIDDEN) if bias else None, make(2 * INTER, HIDDEN) / 8, make(HIDDEN, INTER) / 10, make(HIDDEN),
+        make(DIM) if q_norms else None, make(DIM) if q_norms else None, 1e-5, HEADS, KV_HEADS, DIM, DIM**-0.5,
+    )  # fmt: skip
+    tensors = [make(rows, HIDDEN), make(rows, HIDDEN), make(rows, DIM), make(rows, DIM), make(HIDDEN)]
+    tensors += [make(8, 4, KV_HEADS, DIM), make(8, 4, KV_HEADS, DIM)]
+    context = 9 + rows
+    table = torch.tensor([[5, 2, 7, 1, 0, 3]], dtype=torch.int32)
+    positions = torch.arange(9, context)
+    slots = table[0].long()[positions // 4] * 4 + positions % 4
+    starts, contexts = (torch.tensor(x, dtype=torch.int32) for x in ([0, rows], [context]))
+    parts = [x.to(DEVICE) for x in (positions, starts, contexts, table, slots)]
+    return weights, tensors, PagedBatch(*parts, rows, 24)
+
+
+def run_torch(weights: LayerWeights, tensors: list[Tensor], batch: PagedBatch) -> tuple[Tensor, Tensor]:
+    x, residual, cos, sin, norm, *cache = tensors
+    qkv = F.linear(x, weights.qkv, weights.qkv_bias)
+    q = rope_and_write_torch(qkv, cos, sin, weights, (cache[0], cache[1]), batch.slot_mapping)
+    out = paged_attention(q, cache[0], cache[1], batch, weights.scale)
+    out = F.linear(out.view(len(x), -1), weights.o, weights.o_bias)
+    hidden, normed = add_rms_norm_torch(out, residual, weights.post_norm, weights.eps)
+    gated = silu_and_mul_torch(F.linear(normed, weights.gate_up))
+    return add_rms_norm_torch(F.linear(gated, weights.down), hidden, norm, weights.eps)
+
+
+@pytest.mark.parametrize(("splits", "weight_first"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("rows", "bias", "q_norms"), [(8, False, False), (14, True, True)])
+def test_equals_pytorch(splits: int, weight_first: bool, rows: int, bias: bool, q_norms: bool) -> None:
+    weights, tensors, batch = make_case(rows, bias, q_norms)
+    plain = Config(64 if weight_first else 32, 32, 2, splits, weight_first)
+    configs = {("plain", *w.shape): plain for w in (weights.qkv, weights.o, weights.down)}
+    chain = Chain({**configs, ("gated", *weights.gate_up.shape): plain._replace(splits=1)}, 1 << 13, CUDA)
+    caches = [[cache.clone() for cache in tensors[5:]] for _ in range(2)]
+    expected = run_torch(weights, [*tensors[:5], *caches[0]], batch)
+    x, residual, cos, sin, norm = tensors[:5]
+    ours = run_layer_chained(x, residual, weights, cos, sin, (caches[1][0], caches[1][1]), batch, norm, chain)
+    tolerance = 6e-2 if CUDA else 1e-4
+    for a, b in zip([*ours, *caches[1]], [*expected, *caches[0]], strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+def test_used_for_few_rows_of_a_gpu_only() -> None:
+    few, many = (torch.zeros(n, 8, dtype=torch.bfloat16, device=DEVICE) for n in (16, 17))
+    use_chain(Chain())
+    try:
+        assert (chain_for(few) is not None) == CUDA
+        assert chain_for(many) is None
+        assert chain_for(few.float()) is None
+    finally:
+        use_chain(None)
+    assert chain_for(few) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_layers_in_a_recorded_graph() -> None:
+    """Each layer reads what the one before wrote, in memory that is used again: a missing wait would show."""
+    weights, tensors, batch = make_case(8, False, False)
+    x, residual, cos, sin, norm = tensors[:5]
+    cache = (tensors[5], tensors[6])
+
+    def run(chain: Chain) -> Tensor:
+        hidden, normed = residual, x
+        for _ in range(40):
+            hidden, normed = run_layer_chained(normed, hidden, weights, cos, sin, cache, batch, norm, chain)
+        return normed
+
+    expected = run(Chain(is_early=False))
+    run(Chain())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours = run(Chain())
+    for _ in range(20):
+        ours.fill_(float("nan"))
+        graph.replay()
+        torch.testing.assert_close(ours, expected, atol=0, rtol=0)
