@@ -6,13 +6,15 @@
 A head is KIND:LAYERS:K. The floor is the time of a step whose passes (the target's, then the drafter's) each take the
 longer of two times, at the rates measured in the same run: reading once what they must read (every layer's weights, the
 LM head, keys and values of all requests), and the products of their rows with those weights. --profile prints where the
-time of a step goes on the device.
+time of a step goes on the device. --chain measures every head once for each of its entries: without chains of early
+launches (none), with them (default), or with those that benchmarks/few_rows.py has written to a file.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -116,6 +118,25 @@ def make_drafter(
     with torch.device(target.device):
         drafter = Drafter(config).to(target.dtype)
     return prepare_drafter(drafter, target)
+
+
+def use_chain_of(text: str) -> None:
+    """none, default, or the file of benchmarks/few_rows.py. Raises SystemExit for a file that holds no chain."""
+    if text == "none" and not torch.cuda.is_available():
+        return  # without Triton there is nothing to switch off
+    from peagle.kernels.chained_layer import Chain, use_chain
+    from peagle.kernels.skinny_linear import Config
+
+    if text == "none":
+        use_chain(None)
+    elif text == "default":
+        use_chain(Chain())
+    else:
+        try:
+            found = json.loads(Path(text).read_text())["chain"]
+            use_chain(Chain({(mode, height, depth): Config(*config) for mode, height, depth, config in found}))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f"--chain: got {text!r}, expected none, default or few_rows.py's file ({error})") from None
 
 
 def rates(length: float, k: int) -> tuple[float, ...]:
@@ -276,6 +297,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="Steps a round.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--chain", default="none", help="none, default or a file of few_rows.py; several by commas.")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--no-async-scheduling", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -297,7 +319,9 @@ def main() -> None:
     target = make_target(shape, max_model_len, device, dtype)
     prepare_for_inference(target)
     results = []
-    for head in heads:
+    arms = [(head, chain) for head in heads for chain in args.chain.split(",")]
+    for head, chain in arms:
+        use_chain_of(chain)
         drafter = None if head.kind == "plain" else make_drafter(head, target, shape, max_model_len)
         engine = Engine(
             target,
@@ -315,18 +339,19 @@ def main() -> None:
         )
         for concurrency in several:
             if args.profile:
-                print(f"{head}, concurrency {concurrency}")
-            results.append(measure(engine, head, concurrency, args, speed, rate))
+                print(f"{head}, chain {chain}, concurrency {concurrency}")
+            results.append({"chain": chain} | measure(engine, head, concurrency, args, speed, rate))
         del engine, drafter
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    table = [["head", "concurrency", "step ms (median)", "min..max", "floor ms", "ratio", "AL", "tokens/s"]]
-    for head, r in zip([head for head in heads for _ in several], results, strict=True):
+    table = [["head", "chain", "concurrency", "step ms (median)", "min..max", "floor ms", "ratio", "AL", "tokens/s"]]
+    for head, r in zip([head for head, _ in arms for _ in several], results, strict=True):
         times = r["step_ms"]
         table.append(
             [
                 str(head),
+                Path(r["chain"]).name,
                 str(r["concurrency"]),
                 f"{statistics.median(times):.3f}",
                 f"{min(times):.3f}..{max(times):.3f}",

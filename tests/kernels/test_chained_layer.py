@@ -63,7 +63,7 @@ def test_equals_pytorch(splits: int, weight_first: bool, rows: int, bias: bool, 
     weights, tensors, batch = make_case(rows, bias, q_norms)
     plain = Config(64 if weight_first else 32, 32, 2, splits, weight_first)
     configs = {("plain", *w.shape): plain for w in (weights.qkv, weights.o, weights.down)}
-    chain = Chain({**configs, ("gated", *weights.gate_up.shape): plain._replace(splits=1)}, 1 << 13, CUDA)
+    chain = Chain({**configs, ("gated", *weights.gate_up.shape): plain._replace(splits=1)}, CUDA)
     caches = [[cache.clone() for cache in tensors[5:]] for _ in range(2)]
     expected = run_torch(weights, [*tensors[:5], *caches[0]], batch)
     x, residual, cos, sin, norm = tensors[:5]

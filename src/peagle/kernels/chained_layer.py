@@ -21,30 +21,35 @@ from peagle.kernels.skinny_linear import MAX_ROWS, Config, Mode, skinny
 from peagle.target.paged_attention import PagedBatch
 
 # What a product takes that `Chain.configs` does not list. Not measured.
-DEFAULTS: dict[Mode, Config] = {"plain": Config(64, 128, 4, 2, True), "gated": Config(64, 64, 5, 1, True)}
+DEFAULTS: dict[Mode, Config] = {
+    "plain": Config(64, 128, 6, 2, True, 1 << 17),
+    "gated": Config(64, 64, 5, 1, True),
+}
 
 
 @dataclass(frozen=True)
 class Chain:
     """How chained layers run.
 
-    configs: (mode, weight rows, weight columns) -> a product's configuration. prefetch: bytes of weights that each
-    program of a product has fetched ahead. is_early: launch early (a GPU of compute capability 9.0 or later).
+    configs: (mode, weight rows, weight columns) -> a product's configuration. is_early: launch early (a GPU of compute
+    capability 9.0 or later).
     """
 
     configs: Mapping[tuple[Mode, int, int], Config] = field(default_factory=dict)
-    prefetch: int = 1 << 16
     is_early: bool = True
+
+    def config(self, mode: Mode, weight: Tensor) -> Config:
+        return self.configs.get((mode, *weight.shape), DEFAULTS[mode])
 
     def product(self, mode: Mode, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """As `skinny`: [M, N] in x's dtype, or [S, M, N] float32 where the configuration splits the depth."""
-        config = self.configs.get((mode, *weight.shape), DEFAULTS[mode])
+        config = self.config(mode, weight)
         width = len(weight) // 2 if mode == "gated" else len(weight)
         if config.splits == 1:
             out = x.new_empty(len(x), width)
         else:
             out = torch.empty((config.splits, len(x), width), dtype=torch.float32, device=x.device)
-        return skinny(mode, x, weight, bias, out, config, self.is_early, self.prefetch)
+        return skinny(mode, x, weight, bias, out, config, self.is_early)
 
 
 _chain: Chain | None = None
@@ -58,7 +63,8 @@ def use_chain(chain: Chain | None) -> None:
 
 def chain_for(x: Tensor) -> Chain | None:
     """The chain in use, if rows x [T, H] are few and of a dtype that the kernels are made for."""
-    return _chain if len(x) <= MAX_ROWS and x.element_size() == 2 else None
+    fits = _chain is not None and len(x) <= MAX_ROWS and x.element_size() == 2
+    return _chain if fits and torch.cuda.get_device_capability(x.device) >= (9, 0) else None
 
 
 def run_layer_chained(

@@ -27,7 +27,7 @@ class Config(NamedTuple):
 
     splits: the depth is shared by so many programs, whose sums the caller adds up ("plain" only). weight_first: the
     product is taken as weight x rows, so that the weight's rows fill the 64 of Hopper's matrix instruction (64 columns
-    or more).
+    or more). prefetch: bytes of the weight that a program launched early has fetched into the L2 cache before it waits.
     """
 
     columns: int
@@ -35,6 +35,7 @@ class Config(NamedTuple):
     stages: int
     splits: int = 1
     weight_first: bool = False
+    prefetch: int = 1 << 16
 
 
 CONFIGS = (Config(16, 256, 4), Config(32, 128, 5), Config(64, 128, 4))
@@ -43,24 +44,24 @@ _fastest: dict[tuple[Mode, int, int], Config | None] = {}
 
 
 @triton.jit
-def _prefetch(weight_ptr, first_row, width, depth, first, BLOCK_N: tl.constexpr, SIZE: tl.constexpr):
-    """Have the L2 cache fetch SIZE bytes of each of BLOCK_N rows of the weight; nobody waits for them."""
+def _prefetch(weight_ptr, first_row, width, depth, first, size, BLOCK_N: tl.constexpr):
+    """Have the L2 cache fetch `size` bytes of each of BLOCK_N rows of the weight; nobody waits for them."""
     # One request a row. Threads of a warp make different ones in turn, so neighbours make the same.
     thread = tl.arange(0, 128)
     row = tl.minimum(first_row + thread * BLOCK_N // 128, width - 1).to(tl.int64)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [(weight_ptr + row * depth + first).to(tl.int64), tl.full([128], SIZE, tl.int32)],
+        [(weight_ptr + row * depth + first).to(tl.int64), tl.full([128], size, tl.int32)],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
 def _skinny_kernel(
-    out_ptr, x_ptr, weight_ptr, bias_ptr, rows, width, depth, share, x_stride, out_stride,
+    out_ptr, x_ptr, weight_ptr, bias_ptr, rows, width, depth, share, ahead, x_stride, out_stride,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ADDED: tl.constexpr, WEIGHT_FIRST: tl.constexpr, IS_CHAINED: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    HAS_PREFETCH: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     first = split * share
@@ -68,11 +69,11 @@ def _skinny_kernel(
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         # No kernel writes weights, so they may be on their way while the kernel that makes x still runs.
-        if PREFETCH > 0:
-            first_row = tl.program_id(0) * BLOCK_N
-            _prefetch(weight_ptr, first_row, width, depth, first, BLOCK_N, PREFETCH)
+        if HAS_PREFETCH:
+            row = tl.program_id(0) * BLOCK_N
+            _prefetch(weight_ptr, row, width, depth, first, ahead, BLOCK_N)
             if GATED:
-                _prefetch(weight_ptr + width.to(tl.int64) * depth, first_row, width, depth, first, BLOCK_N, PREFETCH)
+                _prefetch(weight_ptr + width.to(tl.int64) * depth, row, width, depth, first, ahead, BLOCK_N)
         tl.extra.cuda.gdc_wait()
     m = tl.arange(0, 16)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -122,27 +123,26 @@ def skinny(
     out: Tensor,
     config: Config,
     is_chained: bool = False,
-    prefetch: int = 0,
 ) -> Tensor:
     """Into out [M, N], from x [M, K] with M at most MAX_ROWS and contiguous weight: x @ weight.T (+ bias) ("plain");
     silu of the product with the weight's first half times that with its second ("gated"); added to `out` ("added").
 
     With config.splits S above 1, out is [S, M, N] float32, contiguous, and its sum over S is the product.
-    is_chained: the launch is an early one (`early_launch`); prefetch: bytes of the weight that each program then has
-    fetched into the L2 cache before it waits for x.
+    is_chained: the launch is an early one (`early_launch`).
     """
     rows, depth = x.shape
     width = weight.shape[0] // 2 if mode == "gated" else weight.shape[0]
     share = triton.cdiv(triton.cdiv(depth, config.splits), config.depth) * config.depth
-    # bytes of each row of the weight, within the program's share; requests are of multiples of 16
-    ahead = min(prefetch // config.columns // (2 if mode == "gated" else 1), share * 2) // 16 * 16
-    if not is_chained or weight.element_size() != 2 or depth % 8 or depth % share:
-        ahead = 0
+    # bytes of each row of the weight, within the smallest share; a request is of a multiple of 16
+    height = config.columns * (2 if mode == "gated" else 1)
+    ahead = min(config.prefetch // height, 2 * (depth - (config.splits - 1) * share))
+    has_prefetch = is_chained and ahead >= 16 and depth % 8 == 0 and weight.element_size() == 2
     _skinny_kernel[(triton.cdiv(width, config.columns), config.splits)](
-        out, x, weight, weight if bias is None else bias, rows, width, depth, share, x.stride(0), out.stride(-2),
+        out, x, weight, weight if bias is None else bias, rows, width, depth, share, ahead // 16 * 16,
+        x.stride(0), out.stride(-2),
         BLOCK_N=config.columns, BLOCK_K=config.depth, EVEN=depth % config.depth == 0, HAS_BIAS=bias is not None,
         GATED=mode == "gated", ADDED=mode == "added", WEIGHT_FIRST=config.weight_first, IS_CHAINED=is_chained,
-        PREFETCH=ahead, num_stages=config.stages, num_warps=4, **early_launch(is_chained),
+        HAS_PREFETCH=has_prefetch, num_stages=config.stages, num_warps=4, **early_launch(is_chained),
     )  # fmt: skip
     return out
 
