@@ -31,11 +31,12 @@ from torch import Tensor
 from peagle.bench.json_file import check_writable, write_json
 from peagle.bench.machine import machine_facts, machine_line
 from peagle.bench.tables import align
+from peagle.kernels.argmax_rows import argmax_rows_triton
 from peagle.kernels.chained_layer import Chain, run_layer_chained
 from peagle.kernels.fused_layer import run_layer, tune_layers
 from peagle.kernels.skinny_linear import CONFIGS, Config, Mode, findings, skinny
 
-COMPILERS, TOLERANCE = 14, 1e-2
+COMPILERS, TOLERANCE, VOCAB = 14, 1e-2, 128256
 PREFETCH = (0, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18)  # bytes a program
 SHOWN = 5  # of the points of a product, the fastest
 GATED = [
@@ -115,7 +116,7 @@ class Record:
         self.case, self.speed, self.path = case, speed, path
         self.floor = case.num_bytes / speed * 1e6
         self.content: dict[str, Any] = {"machine": facts, "bytes_per_second": speed, "floor_us": self.floor}
-        self.content |= {"rows": len(case.x), "layers": LAYERS, "points": [], "chain": []}
+        self.content |= {"rows": len(case.x), "layers": LAYERS, "points": [], "chain": [], "argmax_us": {}}
 
     def time(self, group: str, label: str, run: Any) -> float:
         """Microseconds a layer, the median; infinite if it cannot run."""
@@ -228,6 +229,14 @@ def main() -> None:
           "splits and bytes ahead, w: weight first")  # fmt: skip
     print(record.table())
     print(f"chain against present: relative error {error:.1e}, {changed} of 50 replays differ from the first")
+    logits = [random(args.rows, VOCAB) for _ in range(LAYERS)]
+    if not all(argmax_rows_triton(x).equal(x.argmax(dim=-1)) for x in logits):
+        print("argmax: ours differs from PyTorch's")
+    for label, function in (("PyTorch", lambda x: x.argmax(dim=-1)), ("ours", argmax_rows_triton)):
+        us = [t / LAYERS for t in replayed(lambda run=function: [run(x) for x in logits][-1])]
+        print(f"argmax of {args.rows} x {VOCAB}, {label}: {median(us):.1f} us ({min(us):.1f}..{max(us):.1f})")
+        record.content["argmax_us"][label] = us
+    record.write()
     print(f"best: {record.content['chain']}\n{time.perf_counter() - begin:.0f} s")
 
 

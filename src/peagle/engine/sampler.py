@@ -40,6 +40,10 @@ def argmax_rows(logits: Tensor) -> Tensor:
     On a CPU PyTorch's own takes as long as much of a drafter layer, so there the best chunk is found first.
     """
     rows, vocab = logits.shape
+    if logits.is_cuda and logits.stride(1) == 1:
+        from peagle.kernels.argmax_rows import argmax_rows_triton
+
+        return argmax_rows_triton(logits)
     if logits.is_cuda or vocab % ARGMAX_CHUNK or rows == 0:
         return logits.argmax(dim=-1)
     chunks = logits.view(rows, vocab // ARGMAX_CHUNK, ARGMAX_CHUNK)
