@@ -32,6 +32,7 @@ def _rope_and_write_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, HALF_PAD)
     in_dim = d < HALF
+    slot = tl.load(slot_ptr + row).to(tl.int64)  # here, so that nobody waits for it later
     is_q, is_v = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_dim[None]
     offset = head[:, None] * (2 * HALF) + d[None]
@@ -63,7 +64,6 @@ def _rope_and_write_kernel(
     target = q_ptr + row * q_stride + offset
     tl.store(target, out1.to(q_ptr.dtype.element_ty), mask=inside & is_q[:, None])
     tl.store(target + HALF, out2.to(q_ptr.dtype.element_ty), mask=inside & is_q[:, None])
-    slot = tl.load(slot_ptr + row).to(tl.int64)
     if slot >= 0:
         # keys and values are rounded as the layer's dtype before the cache's
         kv1 = out1.to(q_ptr.dtype.element_ty).to(tl.float32)
@@ -115,12 +115,13 @@ def _add_rms_norm_kernel(
     sum_ptr, out_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, part_stride, residual_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)  # no kernel writes it
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + part * part_stride + row * x_stride + column, mask=inside, other=0.0)
@@ -129,7 +130,6 @@ def _add_rms_norm_kernel(
     tl.store(sum_ptr + row * WIDTH + column, x, mask=inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * WIDTH + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
