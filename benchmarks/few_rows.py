@@ -23,7 +23,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from engine_step import bandwidth
 from few_rows_case import LAYERS, Case, check, errors_of_chain, make_case, poisoned, random, replayed
 from torch import Tensor
@@ -34,6 +33,7 @@ from peagle.bench.tables import align
 from peagle.kernels.argmax_rows import argmax_rows_triton
 from peagle.kernels.chained_layer import Chain, run_layer_chained
 from peagle.kernels.fused_layer import run_layer, tune_layers
+from peagle.kernels.fused_layer_triton import rms_norm_triton
 from peagle.kernels.skinny_linear import CONFIGS, Config, Mode, findings, skinny
 
 COMPILERS, TOLERANCE, VOCAB = 14, 1e-2, 128256
@@ -95,17 +95,15 @@ def present(case: Case) -> Tensor:
     """The layers as they run without a chain."""
     hidden = case.x
     for weights, cache in zip(case.layers, case.caches, strict=True):
-        x = F.rms_norm(hidden, hidden.shape[-1:], case.norm, weights.eps)
+        x = rms_norm_triton(hidden, case.norm, weights.eps)
         hidden = run_layer(x, hidden, weights, case.cos, case.sin, cache, case.batch)
-    return F.rms_norm(hidden, hidden.shape[-1:], case.norm, case.layers[0].eps)
+    return rms_norm_triton(hidden, case.norm, case.layers[0].eps)
 
 
 def chained(case: Case, chain: Chain) -> Tensor:
-    hidden, x = case.x, F.rms_norm(case.x, case.x.shape[-1:], case.norm, case.layers[0].eps)
+    hidden, x = case.x, rms_norm_triton(case.x, case.norm, case.layers[0].eps)
     for weights, cache in zip(case.layers, case.caches, strict=True):
-        hidden, x = run_layer_chained(
-            x, hidden, weights, case.cos, case.sin, cache, case.batch, case.norm, chain
-        )  # fmt: skip
+        hidden, x = run_layer_chained(x, hidden, weights, case.cos, case.sin, cache, case.batch, case.norm, chain)
     return x
 
 

@@ -16,7 +16,12 @@ from peagle.kernels.fused_layer import (
 from peagle.target.paged_attention import FP8
 
 pytest.importorskip("triton")
-from peagle.kernels.fused_layer_triton import add_rms_norm_triton, rope_and_write_triton, silu_and_mul_triton
+from peagle.kernels.fused_layer_triton import (
+    add_rms_norm_triton,
+    rms_norm_triton,
+    rope_and_write_triton,
+    silu_and_mul_triton,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -35,6 +40,14 @@ def test_add_rms_norm(dtype: torch.dtype, width: int) -> None:
     ours = add_rms_norm_triton(x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), 1e-5)
     for a, b in zip(ours, expected, strict=True):
         close(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 48), (1, 3, 576)])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape).to(dtype) * 30, torch.randn(shape[-1:]).to(dtype)
+    expected = nn.functional.rms_norm(x, weight.shape, weight, 1e-5)
+    close(rms_norm_triton(x.to(DEVICE), weight.to(DEVICE), 1e-5), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

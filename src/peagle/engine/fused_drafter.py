@@ -9,6 +9,7 @@ from torch import Tensor
 
 from peagle.drafter.model import Drafter
 from peagle.kernels.fused_layer import LayerWeights, chain_for, join_linears, run_layer, tune_layers
+from peagle.kernels.rms_norm import fuse_rms_norms
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.paged_attention import KVCache, PagedBatch
 
@@ -41,6 +42,7 @@ class FusedDrafter:
 
     @torch.no_grad()
     def __init__(self, drafter: Drafter, length: int) -> None:
+        fuse_rms_norms(drafter)
         self.drafter = drafter
         self.rotary: Any = drafter.rotary
         if can_tabulate(drafter.rotary):

@@ -114,6 +114,7 @@ def rope_and_write_triton(
 def _add_rms_norm_kernel(
     sum_ptr, out_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, part_stride, residual_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IS_CHAINED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -125,10 +126,11 @@ def _add_rms_norm_kernel(
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + part * part_stride + row * x_stride + column, mask=inside, other=0.0)
-    x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-    x = x.to(sum_ptr.dtype.element_ty)  # the norm is that of the sum as it is kept
-    tl.store(sum_ptr + row * WIDTH + column, x, mask=inside)
-    x = x.to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(sum_ptr.dtype.element_ty)  # the norm is that of the sum as it is kept
+        tl.store(sum_ptr + row * WIDTH + column, x, mask=inside)
+        x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
     tl.store(out_ptr + row * WIDTH + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -143,9 +145,22 @@ def add_rms_norm_triton(
     _add_rms_norm_kernel[(rows,)](
         total, out, x, residual, weight, x.stride(-2), rows * width, residual.stride(0), eps,
         WIDTH=width, BLOCK=block, PARTS=len(x) if x.dim() == 3 else 1, IS_CHAINED=is_chained,
-        num_warps=min(16, max(1, block // (256 if is_chained else 512))), **early_launch(is_chained),
+        HAS_RESIDUAL=True, num_warps=min(16, max(1, block // (256 if is_chained else 512))), **early_launch(is_chained),
     )  # fmt: skip
     return total, out
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H], contiguous rows, normed by weight [H]."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows)
+    width = rows.shape[1]
+    block = triton.next_power_of_2(width)
+    _add_rms_norm_kernel[(len(rows),)](
+        out, out, rows, rows, weight, rows.stride(0), 0, 0, eps, WIDTH=width, BLOCK=block, PARTS=1, IS_CHAINED=False,
+        HAS_RESIDUAL=False, num_warps=min(16, max(1, block // 256)),
+    )  # fmt: skip
+    return out.view(x.shape)
 
 
 @triton.jit
