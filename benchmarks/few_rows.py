@@ -52,8 +52,9 @@ PLAIN = [
 
 
 def name(config: Config) -> str:
-    first = "w" if config.weight_first else ""
-    return f"{config.columns}{first}/{config.depth}/{config.stages}/{config.splits} {config.prefetch >> 10}K"
+    first, rolls = "w" if config.weight_first else "", "r" if config.rolls else ""
+    form = f"{config.columns}{first}/{config.depth}/{config.stages}/{config.splits}"
+    return f"{form} {config.prefetch >> 10}K{rolls}"
 
 
 def product(mode: Mode, x: Tensor, weight: Tensor, config: Config, is_early: bool) -> Tensor:
@@ -74,8 +75,9 @@ def compile_one(job: tuple[Mode, Config, int, bool]) -> None:
             skinny(mode, random(rows, 4096), weight, None, random(rows, config.columns), config)
         else:
             product(mode, random(rows, 4096), weight, config, is_early)
-            if is_early:  # without anything fetched ahead it is another kernel
+            if is_early:  # other ways of fetching ahead are other kernels
                 product(mode, random(rows, 4096), weight, config._replace(prefetch=0), is_early)
+                product(mode, random(rows, 4096), weight, config._replace(rolls=True), is_early)
         torch.cuda.synchronize()
     except Exception:  # it fails again when it is its turn, and is reported then
         return
@@ -153,8 +155,9 @@ def correct(case: Case, rows: int) -> dict[Mode, list[Config]]:
         worst = 0.0
         for config in configs:
             try:
-                form = lambda x, w, c=config, m=mode: product(m, x, w, c, True)  # noqa: E731
-                error = max(check(mode, w, rows, form) for m, w in case.weights_of_first().values() if m == mode)
+                weights = [w for m, w in case.weights_of_first().values() if m == mode]
+                forms = [partial(product, mode, config=config._replace(rolls=r), is_early=True) for r in (False, True)]
+                error = max(check(mode, weight, rows, form) for weight in weights for form in forms)
             except Exception as failure:
                 print(f"{mode} {name(config)} left out: {type(failure).__name__} {str(failure).splitlines()[:1]}")
                 continue
@@ -176,8 +179,12 @@ def find(case: Case, record: Record, right: dict[Mode, list[Config]], end: float
             key = (mode, *weight.shape)
             for is_form in (True, False):  # its form first, then how much is fetched ahead
                 now = best.config(mode, weight)
-                forms = [config._replace(prefetch=now.prefetch) for config in right[mode]]
-                for config in forms if is_form else [now._replace(prefetch=size) for size in PREFETCH]:
+                tried = [config._replace(prefetch=now.prefetch, rolls=now.rolls) for config in right[mode]]
+                if not is_form:
+                    tried = [
+                        now._replace(prefetch=size, rolls=r) for size in PREFETCH for r in (False, True)[: size + 1]
+                    ]
+                for config in tried:
                     if config == now or time.perf_counter() > end:
                         continue
                     chain = replace(best, configs={**best.configs, key: config})
@@ -224,7 +231,7 @@ def main() -> None:
     record.content |= {"relative_error": error, "replays_that_differ": changed, "present_products": findings()}
     record.write()
     print(f"\nfloor {record.floor:.1f} us a layer, {case.num_bytes / 1e6:.0f} MB; a product is columns/depth/stages/"
-          "splits and bytes ahead, w: weight first")  # fmt: skip
+          "splits and bytes ahead; w: weight first, r: rolls")  # fmt: skip
     print(record.table())
     print(f"chain against present: relative error {error:.1e}, {changed} of 50 replays differ from the first")
     logits = [random(args.rows, VOCAB) for _ in range(LAYERS)]

@@ -34,6 +34,21 @@ def test_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert all(2 <= row["acceptance_length"] <= 4 for row in found if row["head"]["kind"] != "plain")
 
 
+def test_chains_are_read_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from peagle.kernels import chained_layer
+    from peagle.kernels.skinny_linear import Config
+
+    monkeypatch.setattr(chained_layer, "_chain", None)
+    path = tmp_path / "chain.json"
+    path.write_text(json.dumps({"chain": [["gated", 96, 64, list(Config(64, 64, 5))]]}))
+    engine_step.use_chain_of(str(path))
+    assert chained_layer._chain == chained_layer.Chain({("gated", 96, 64): Config(64, 64, 5)})
+    path.write_text("{}")
+    with pytest.raises(SystemExit, match="expected none, default or few_rows.py's file"):
+        engine_step.use_chain_of(str(path))
+
+
 @pytest.mark.parametrize(("kind", "rows", "drafts"), [("p-eagle", 6, 3), ("eagle3", 4, 1)])
 def test_what_a_step_reads_and_computes(kind: str, rows: int, drafts: int) -> None:
     import torch

@@ -28,6 +28,7 @@ class Config(NamedTuple):
     splits: the depth is shared by so many programs, whose sums the caller adds up ("plain" only). weight_first: the
     product is taken as weight x rows, so that the weight's rows fill the 64 of Hopper's matrix instruction (64 columns
     or more). prefetch: bytes of the weight that a program launched early has fetched into the L2 cache before it waits.
+    rolls: it goes on so far ahead of what it reads, so that the memory does not idle while that comes from the cache.
     """
 
     columns: int
@@ -36,6 +37,7 @@ class Config(NamedTuple):
     splits: int = 1
     weight_first: bool = False
     prefetch: int = 1 << 16
+    rolls: bool = False
 
 
 CONFIGS = (Config(16, 256, 4), Config(32, 128, 5), Config(64, 128, 4))
@@ -57,44 +59,62 @@ def _prefetch(weight_ptr, first_row, width, depth, first, size, BLOCK_N: tl.cons
 
 
 @triton.jit
+def _prefetch_tile(weight_ptr, row, k, width, last, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Have the L2 cache fetch the tile of the weight that begins at (row, k), as far as it is the program's."""
+    STEP: tl.constexpr = 32  # elements; what the memory hands over at once
+    n = tl.arange(0, BLOCK_N)
+    column = k + tl.arange(0, BLOCK_K // STEP) * STEP
+    address = weight_ptr + (row + n).to(tl.int64)[:, None] * depth + column[None]
+    inside = (row + n < width)[:, None] & (column < last)[None]
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l,r",
+        [address.to(tl.int64), inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _skinny_kernel(
     out_ptr, x_ptr, weight_ptr, bias_ptr, rows, width, depth, share, ahead, x_stride, out_stride,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ADDED: tl.constexpr, WEIGHT_FIRST: tl.constexpr, IS_CHAINED: tl.constexpr,
-    HAS_PREFETCH: tl.constexpr,
+    HAS_PREFETCH: tl.constexpr, ROLLS: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     first = split * share
     last = tl.minimum(first + share, depth)
+    up_ptr = weight_ptr + width.to(tl.int64) * depth
+    row = tl.program_id(0) * BLOCK_N
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         # No kernel writes weights, so they may be on their way while the kernel that makes x still runs.
         if HAS_PREFETCH:
-            row = tl.program_id(0) * BLOCK_N
             _prefetch(weight_ptr, row, width, depth, first, ahead, BLOCK_N)
             if GATED:
-                _prefetch(weight_ptr + width.to(tl.int64) * depth, row, width, depth, first, ahead, BLOCK_N)
+                _prefetch(up_ptr, row, width, depth, first, ahead, BLOCK_N)
         tl.extra.cuda.gdc_wait()
     m = tl.arange(0, 16)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = row + tl.arange(0, BLOCK_N)
     inside = column < width
-    weight_row = weight_ptr + column.to(tl.int64)[:, None] * depth
-    gate_to_up = width.to(tl.int64) * depth
+    offset = column.to(tl.int64)[:, None] * depth
     acc = tl.zeros([BLOCK_N, 16] if WEIGHT_FIRST else [16, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_N, 16] if WEIGHT_FIRST else [16, BLOCK_N], tl.float32)
     for k0 in range(first, last, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
+        if ROLLS:
+            _prefetch_tile(weight_ptr, row, k0 + ahead // 2, width, last, depth, BLOCK_N, BLOCK_K)
+            if GATED:
+                _prefetch_tile(up_ptr, row, k0 + ahead // 2, width, last, depth, BLOCK_N, BLOCK_K)
         x_mask, w_mask = (m < rows)[:, None], inside[:, None]
         if not EVEN:
             x_mask, w_mask = x_mask & (k < last)[None], w_mask & (k < last)[None]
         x = tl.load(x_ptr + m[:, None] * x_stride + k[None], mask=x_mask, other=0.0)
-        weight = tl.load(weight_row + k[None], mask=w_mask, other=0.0)
+        weight = tl.load(weight_ptr + offset + k[None], mask=w_mask, other=0.0)
         if WEIGHT_FIRST:
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
         if GATED:
-            weight = tl.load(weight_row + gate_to_up + k[None], mask=w_mask, other=0.0)
+            weight = tl.load(up_ptr + offset + k[None], mask=w_mask, other=0.0)
             if WEIGHT_FIRST:
                 up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
             else:
@@ -142,7 +162,8 @@ def skinny(
         x.stride(0), out.stride(-2),
         BLOCK_N=config.columns, BLOCK_K=config.depth, EVEN=depth % config.depth == 0, HAS_BIAS=bias is not None,
         GATED=mode == "gated", ADDED=mode == "added", WEIGHT_FIRST=config.weight_first, IS_CHAINED=is_chained,
-        HAS_PREFETCH=has_prefetch, num_stages=config.stages, num_warps=4, **early_launch(is_chained),
+        HAS_PREFETCH=has_prefetch, ROLLS=has_prefetch and config.rolls,
+        num_stages=config.stages, num_warps=4, **early_launch(is_chained),
     )  # fmt: skip
     return out
 
