@@ -306,6 +306,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.json is not None:
         check_writable(args.json)
+    for chain in args.chain.split(","):  # refused now rather than after the first
+        use_chain_of(chain)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     heads = [Head.parse(text) for text in args.heads.split(",")]
     several = [int(text) for text in args.concurrency.split(",")]

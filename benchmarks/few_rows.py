@@ -38,6 +38,7 @@ from peagle.kernels.skinny_linear import CONFIGS, Config, Mode, findings, skinny
 
 COMPILERS, TOLERANCE, VOCAB = 14, 1e-2, 128256
 PREFETCH = (0, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18)  # bytes a program
+FORM = ("columns", "depth", "stages", "splits", "weight_first")
 SHOWN = 5  # of the points of a product, the fastest
 GATED = [
     Config(64, 64, 5, 1, True), Config(64, 128, 3, 1, True), Config(64, 64, 4, 1, True), Config(32, 128, 5),
@@ -54,7 +55,7 @@ PLAIN = [
 def name(config: Config) -> str:
     first, rolls = "w" if config.weight_first else "", "r" if config.rolls else ""
     form = f"{config.columns}{first}/{config.depth}/{config.stages}/{config.splits}"
-    return f"{form} {config.prefetch >> 10}K{rolls}"
+    return f"{form} {config.prefetch >> 10}K{rolls}{f' +{config.beyond >> 10}K' if config.beyond else ''}"
 
 
 def product(mode: Mode, x: Tensor, weight: Tensor, config: Config, is_early: bool) -> Tensor:
@@ -177,13 +178,13 @@ def find(case: Case, record: Record, right: dict[Mode, list[Config]], end: float
     for turn in ("", " again"):  # again, because what is best for one depends on its neighbours
         for product_name, (mode, weight) in case.weights_of_first().items():
             key = (mode, *weight.shape)
-            for is_form in (True, False):  # its form first, then how much is fetched ahead
+            for kind in ("form", "prefetch", "beyond"):
                 now = best.config(mode, weight)
-                tried = [config._replace(prefetch=now.prefetch, rolls=now.rolls) for config in right[mode]]
-                if not is_form:
-                    tried = [
-                        now._replace(prefetch=size, rolls=r) for size in PREFETCH for r in (False, True)[: size + 1]
-                    ]
+                tried = [now._replace(prefetch=size, rolls=r) for size in PREFETCH for r in (False, True)[: size + 1]]
+                if kind == "form":
+                    tried = [now._replace(**dict(zip(FORM, config, strict=False))) for config in right[mode]]
+                elif kind == "beyond":  # only o knows what follows it
+                    tried = [now._replace(beyond=size) for size in PREFETCH] if product_name == "o" else []
                 for config in tried:
                     if config == now or time.perf_counter() > end:
                         continue
@@ -221,7 +222,8 @@ def main() -> None:
     products = case.weights_of_first()
     best = find(case, record, right, begin + args.seconds)
     without = {
-        (mode, *weight.shape): best.config(mode, weight)._replace(prefetch=0) for mode, weight in products.values()
+        (mode, *weight.shape): best.config(mode, weight)._replace(prefetch=0, beyond=0)
+        for mode, weight in products.values()
     }
     record.time("chain", "best", lambda: chained(case, best))
     record.time("chain", "best, fetching nothing ahead", lambda: chained(case, Chain(without)))
@@ -231,7 +233,7 @@ def main() -> None:
     record.content |= {"relative_error": error, "replays_that_differ": changed, "present_products": findings()}
     record.write()
     print(f"\nfloor {record.floor:.1f} us a layer, {case.num_bytes / 1e6:.0f} MB; a product is columns/depth/stages/"
-          "splits and bytes ahead; w: weight first, r: rolls")  # fmt: skip
+          "splits and bytes ahead (+ of the next); w: weight first, r: rolls")  # fmt: skip
     print(record.table())
     print(f"chain against present: relative error {error:.1e}, {changed} of 50 replays differ from the first")
     logits = [random(args.rows, VOCAB) for _ in range(LAYERS)]

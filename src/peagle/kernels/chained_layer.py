@@ -41,7 +41,9 @@ class Chain:
     def config(self, mode: Mode, weight: Tensor) -> Config:
         return self.configs.get((mode, *weight.shape), DEFAULTS[mode])
 
-    def product(self, mode: Mode, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(
+        self, mode: Mode, x: Tensor, weight: Tensor, bias: Tensor | None = None, following: Tensor | None = None
+    ) -> Tensor:
         """As `skinny`: [M, N] in x's dtype, or [S, M, N] float32 where the configuration splits the depth."""
         config = self.config(mode, weight)
         width = len(weight) // 2 if mode == "gated" else len(weight)
@@ -49,7 +51,7 @@ class Chain:
             out = x.new_empty(len(x), width)
         else:
             out = torch.empty((config.splits, len(x), width), dtype=torch.float32, device=x.device)
-        return skinny(mode, x, weight, bias, out, config, self.is_early)
+        return skinny(mode, x, weight, bias, out, config, self.is_early, following)
 
 
 _chain: Chain | None = None
@@ -83,7 +85,8 @@ def run_layer_chained(
     qkv = chain.product("plain", x, weights.qkv, weights.qkv_bias)
     q = rope_and_write_triton(qkv, cos, sin, weights, cache, batch.slot_mapping, early)
     out = paged_attention_triton(q, *cache, batch, weights.scale, weights.sliding_window, is_chained=early)
-    out = chain.product("plain", out.view(len(out), -1), weights.o, weights.o_bias)
+    # attention takes longer than reading the weight that is to follow it
+    out = chain.product("plain", out.view(len(out), -1), weights.o, weights.o_bias, weights.gate_up)
     hidden, normed = add_rms_norm_triton(out, residual, weights.post_norm, weights.eps, early)
     out = chain.product("plain", chain.product("gated", normed, weights.gate_up), weights.down)
     return add_rms_norm_triton(out, hidden, next_norm, weights.eps, early)

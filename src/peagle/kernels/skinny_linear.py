@@ -18,6 +18,7 @@ from torch import Tensor
 
 from peagle.kernels.early_launch import early_launch
 
+REQUESTS = tl.constexpr(32)  # of a program, for the next product's weight
 MAX_ROWS = 16  # the height of a tile of the matrix units
 Mode = Literal["plain", "gated", "added"]
 
@@ -29,6 +30,7 @@ class Config(NamedTuple):
     product is taken as weight x rows, so that the weight's rows fill the 64 of Hopper's matrix instruction (64 columns
     or more). prefetch: bytes of the weight that a program launched early has fetched into the L2 cache before it waits.
     rolls: it goes on so far ahead of what it reads, so that the memory does not idle while that comes from the cache.
+    beyond: bytes that it has fetched, before it waits, of the weight that the next product will read.
     """
 
     columns: int
@@ -38,6 +40,7 @@ class Config(NamedTuple):
     weight_first: bool = False
     prefetch: int = 1 << 16
     rolls: bool = False
+    beyond: int = 0
 
 
 CONFIGS = (Config(16, 256, 4), Config(32, 128, 5), Config(64, 128, 4))
@@ -46,15 +49,12 @@ _fastest: dict[tuple[Mode, int, int], Config | None] = {}
 
 
 @triton.jit
-def _prefetch(weight_ptr, first_row, width, depth, first, size, BLOCK_N: tl.constexpr):
-    """Have the L2 cache fetch `size` bytes of each of BLOCK_N rows of the weight; nobody waits for them."""
-    # One request a row. Threads of a warp make different ones in turn, so neighbours make the same.
-    thread = tl.arange(0, 128)
-    row = tl.minimum(first_row + thread * BLOCK_N // 128, width - 1).to(tl.int64)
+def _prefetch(ptr, size):
+    """Have the L2 cache fetch `size` bytes from each of 128 addresses, a thread each; nobody waits for them. Neighbours
+    should have the same one: threads of a warp make different requests in turn."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [(weight_ptr + row * depth + first).to(tl.int64), tl.full([128], size, tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
+        [ptr.to(tl.int64), tl.full([128], size, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -74,10 +74,11 @@ def _prefetch_tile(weight_ptr, row, k, width, last, depth, BLOCK_N: tl.constexpr
 
 @triton.jit
 def _skinny_kernel(
-    out_ptr, x_ptr, weight_ptr, bias_ptr, rows, width, depth, share, ahead, x_stride, out_stride,
+    out_ptr, x_ptr, weight_ptr, bias_ptr, next_ptr,
+    rows, width, depth, share, ahead, beyond, x_stride, out_stride,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ADDED: tl.constexpr, WEIGHT_FIRST: tl.constexpr, IS_CHAINED: tl.constexpr,
-    HAS_PREFETCH: tl.constexpr, ROLLS: tl.constexpr,
+    HAS_PREFETCH: tl.constexpr, ROLLS: tl.constexpr, HAS_BEYOND: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     first = split * share
@@ -87,10 +88,15 @@ def _skinny_kernel(
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         # No kernel writes weights, so they may be on their way while the kernel that makes x still runs.
+        thread = tl.arange(0, 128)
         if HAS_PREFETCH:
-            _prefetch(weight_ptr, row, width, depth, first, ahead, BLOCK_N)
+            start = tl.minimum(row + thread * BLOCK_N // 128, width - 1).to(tl.int64) * depth + first
+            _prefetch(weight_ptr + start, ahead)
             if GATED:
-                _prefetch(up_ptr, row, width, depth, first, ahead, BLOCK_N)
+                _prefetch(up_ptr + start, ahead)
+        if HAS_BEYOND:
+            program = split * tl.num_programs(0) + tl.program_id(0)
+            _prefetch(next_ptr + (program * REQUESTS + thread * REQUESTS // 128).to(tl.int64) * (beyond // 2), beyond)
         tl.extra.cuda.gdc_wait()
     m = tl.arange(0, 16)
     column = row + tl.arange(0, BLOCK_N)
@@ -143,12 +149,13 @@ def skinny(
     out: Tensor,
     config: Config,
     is_chained: bool = False,
+    following: Tensor | None = None,
 ) -> Tensor:
     """Into out [M, N], from x [M, K] with M at most MAX_ROWS and contiguous weight: x @ weight.T (+ bias) ("plain");
     silu of the product with the weight's first half times that with its second ("gated"); added to `out` ("added").
 
     With config.splits S above 1, out is [S, M, N] float32, contiguous, and its sum over S is the product.
-    is_chained: the launch is an early one (`early_launch`).
+    is_chained: the launch is an early one (`early_launch`). following: the weight that the next product will read.
     """
     rows, depth = x.shape
     width = weight.shape[0] // 2 if mode == "gated" else weight.shape[0]
@@ -157,12 +164,17 @@ def skinny(
     height = config.columns * (2 if mode == "gated" else 1)
     ahead = min(config.prefetch // height, 2 * (depth - (config.splits - 1) * share))
     has_prefetch = is_chained and ahead >= 16 and depth % 8 == 0 and weight.element_size() == 2
-    _skinny_kernel[(triton.cdiv(width, config.columns), config.splits)](
-        out, x, weight, weight if bias is None else bias, rows, width, depth, share, ahead // 16 * 16,
-        x.stride(0), out.stride(-2),
+    grid = (triton.cdiv(width, config.columns), config.splits)
+    beyond, upcoming = 0, weight if following is None else following
+    if is_chained and following is not None and weight.element_size() == 2:
+        programs = grid[0] * grid[1]
+        beyond = min(config.beyond, following.nbytes // programs) // (16 * REQUESTS.value) * 16
+    _skinny_kernel[grid](
+        out, x, weight, weight if bias is None else bias, upcoming,
+        rows, width, depth, share, ahead // 16 * 16, beyond, x.stride(0), out.stride(-2),
         BLOCK_N=config.columns, BLOCK_K=config.depth, EVEN=depth % config.depth == 0, HAS_BIAS=bias is not None,
         GATED=mode == "gated", ADDED=mode == "added", WEIGHT_FIRST=config.weight_first, IS_CHAINED=is_chained,
-        HAS_PREFETCH=has_prefetch, ROLLS=has_prefetch and config.rolls,
+        HAS_PREFETCH=has_prefetch, ROLLS=has_prefetch and config.rolls, HAS_BEYOND=beyond > 0,
         num_stages=config.stages, num_warps=4, **early_launch(is_chained),
     )  # fmt: skip
     return out
