@@ -244,7 +244,8 @@ def main() -> None:
         print(f"argmax of {args.rows} x {VOCAB}, {label}: {median(us):.1f} us ({min(us):.1f}..{max(us):.1f})")
         record.content["argmax_us"][label] = us
     record.write()
-    print(f"best: {record.content['chain']}\n{time.perf_counter() - begin:.0f} s")
+    print("best:\n" + "\n".join(f"{key}: {config}," for key, config in best.configs.items()))
+    print(f"{time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":
