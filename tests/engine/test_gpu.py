@@ -133,3 +133,22 @@ def test_fused_layers_change_nothing(target_folder: Callable[[str], Path], archi
         if dtype == "auto":  # a rounding to float8 may fall to the other side
             for prompt, expected, ours in zip(SEQUENCES, *answers, strict=True):
                 assert_same(targets[0], prompt, expected, ours)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_early_launches_change_nothing(target_folder: Callable[[str], Path], architecture: str) -> None:
+    """The kernels of a chain one after the other, and launched early: the same tokens exactly."""
+    from peagle.kernels.chained_layer import Chain, use_chain
+
+    target = load_target(str(target_folder(architecture)), dtype="bfloat16", device="cuda")
+    fuse_decoder_layers(target)
+    drafter, answers = head(target, "p-eagle").to(torch.bfloat16), []
+    try:
+        for is_early in (False, True, True):
+            use_chain(Chain(is_early=is_early))
+            engine = make_engine(target, drafter, 3)
+            answers.append([r.output_token_ids for r in run(engine, SEQUENCES[:2], greedy(ANSWER))])
+    finally:
+        use_chain(None)
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
