@@ -38,6 +38,7 @@ from peagle.kernels.skinny_linear import CONFIGS, Config, Mode, findings, skinny
 
 COMPILERS, TOLERANCE, VOCAB = 14, 1e-2, 128256
 PREFETCH = (0, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18)  # bytes a program
+ROLLS = (0, 64, 128)
 FORM = ("columns", "depth", "stages", "splits", "weight_first")
 SHOWN = 5  # of the points of a product, the fastest
 GATED = [
@@ -53,7 +54,7 @@ PLAIN = [
 
 
 def name(config: Config) -> str:
-    first, rolls = "w" if config.weight_first else "", "r" if config.rolls else ""
+    first, rolls = "w" if config.weight_first else "", f"r{config.rolls}" if config.rolls else ""
     form = f"{config.columns}{first}/{config.depth}/{config.stages}/{config.splits}"
     return f"{form} {config.prefetch >> 10}K{rolls}{f' +{config.beyond >> 10}K' if config.beyond else ''}"
 
@@ -78,7 +79,8 @@ def compile_one(job: tuple[Mode, Config, int, bool]) -> None:
             product(mode, random(rows, 4096), weight, config, is_early)
             if is_early:  # other ways of fetching ahead are other kernels
                 product(mode, random(rows, 4096), weight, config._replace(prefetch=0), is_early)
-                product(mode, random(rows, 4096), weight, config._replace(rolls=True), is_early)
+                for rolls in ROLLS[1:]:
+                    product(mode, random(rows, 4096), weight, config._replace(rolls=rolls), is_early)
         torch.cuda.synchronize()
     except Exception:  # it fails again when it is its turn, and is reported then
         return
@@ -157,7 +159,7 @@ def correct(case: Case, rows: int) -> dict[Mode, list[Config]]:
         for config in configs:
             try:
                 weights = [w for m, w in case.weights_of_first().values() if m == mode]
-                forms = [partial(product, mode, config=config._replace(rolls=r), is_early=True) for r in (False, True)]
+                forms = [partial(product, mode, config=config._replace(rolls=r), is_early=True) for r in ROLLS]
                 error = max(check(mode, weight, rows, form) for weight in weights for form in forms)
             except Exception as failure:
                 print(f"{mode} {name(config)} left out: {type(failure).__name__} {str(failure).splitlines()[:1]}")
@@ -180,7 +182,7 @@ def find(case: Case, record: Record, right: dict[Mode, list[Config]], end: float
             key = (mode, *weight.shape)
             for kind in ("form", "prefetch", "beyond"):
                 now = best.config(mode, weight)
-                tried = [now._replace(prefetch=size, rolls=r) for size in PREFETCH for r in (False, True)[: size + 1]]
+                tried = [now._replace(prefetch=size, rolls=r) for size in PREFETCH for r in (ROLLS if size else (0,))]
                 if kind == "form":
                     tried = [now._replace(**dict(zip(FORM, config, strict=False))) for config in right[mode]]
                 elif kind == "beyond":  # only o knows what follows it

@@ -61,7 +61,7 @@ def run_torch(weights: LayerWeights, tensors: list[Tensor], batch: PagedBatch) -
 @pytest.mark.parametrize(("rows", "bias", "q_norms"), [(8, False, False), (14, True, True)])
 def test_equals_pytorch(splits: int, weight_first: bool, rows: int, bias: bool, q_norms: bool) -> None:
     weights, tensors, batch = make_case(rows, bias, q_norms)
-    plain = Config(64 if weight_first else 32, 32, 2, splits, weight_first, 1 << 11, rolls=weight_first)
+    plain = Config(64 if weight_first else 32, 32, 2, splits, weight_first, 1 << 11, rolls=64 if weight_first else 0)
     configs = {("plain", *w.shape): plain for w in (weights.qkv, weights.o, weights.down)}
     chain = Chain({**configs, ("gated", *weights.gate_up.shape): plain._replace(splits=1)}, CUDA)
     caches = [[cache.clone() for cache in tensors[5:]] for _ in range(2)]

@@ -22,8 +22,8 @@ from peagle.target.paged_attention import PagedBatch
 
 # What a product takes that `Chain.configs` does not list. Not measured.
 DEFAULTS: dict[Mode, Config] = {
-    "plain": Config(64, 128, 4, 2, True, 1 << 16, True),
-    "gated": Config(64, 64, 5, 1, True, 1 << 16, True),
+    "plain": Config(64, 128, 4, 2, True, 1 << 16, 64),
+    "gated": Config(64, 64, 5, 1, True, 1 << 16, 64),
 }
 
 

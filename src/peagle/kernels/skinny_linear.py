@@ -29,7 +29,8 @@ class Config(NamedTuple):
     splits: the depth is shared by so many programs, whose sums the caller adds up ("plain" only). weight_first: the
     product is taken as weight x rows, so that the weight's rows fill the 64 of Hopper's matrix instruction (64 columns
     or more). prefetch: bytes of the weight that a program launched early has fetched into the L2 cache before it waits.
-    rolls: it goes on so far ahead of what it reads, so that the memory does not idle while that comes from the cache.
+    rolls: it goes on so far ahead of what it reads, so that the memory does not idle while that comes from the cache; a
+    request for each so many bytes (64 or 128: how much a request brings is the card's affair), 0: not.
     beyond: bytes that it has fetched, before it waits, of the weight that the next product will read.
     """
 
@@ -39,7 +40,7 @@ class Config(NamedTuple):
     splits: int = 1
     weight_first: bool = False
     prefetch: int = 1 << 16
-    rolls: bool = False
+    rolls: int = 0
     beyond: int = 0
 
 
@@ -59,9 +60,11 @@ def _prefetch(ptr, size):
 
 
 @triton.jit
-def _prefetch_tile(weight_ptr, row, k, width, last, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Have the L2 cache fetch the tile of the weight that begins at (row, k), as far as it is the program's."""
-    STEP: tl.constexpr = 32  # elements; what the memory hands over at once
+def _prefetch_tile(
+    weight_ptr, row, k, width, last, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """Have the L2 cache fetch the tile of the weight that begins at (row, k), as far as it is the program's, by a
+    request for each STEP elements of a row."""
     n = tl.arange(0, BLOCK_N)
     column = k + tl.arange(0, BLOCK_K // STEP) * STEP
     address = weight_ptr + (row + n).to(tl.int64)[:, None] * depth + column[None]
@@ -106,10 +109,10 @@ def _skinny_kernel(
     up = tl.zeros([BLOCK_N, 16] if WEIGHT_FIRST else [16, BLOCK_N], tl.float32)
     for k0 in range(first, last, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        if ROLLS:
-            _prefetch_tile(weight_ptr, row, k0 + ahead // 2, width, last, depth, BLOCK_N, BLOCK_K)
+        if ROLLS > 0:
+            _prefetch_tile(weight_ptr, row, k0 + ahead // 2, width, last, depth, BLOCK_N, BLOCK_K, ROLLS // 2)
             if GATED:
-                _prefetch_tile(up_ptr, row, k0 + ahead // 2, width, last, depth, BLOCK_N, BLOCK_K)
+                _prefetch_tile(up_ptr, row, k0 + ahead // 2, width, last, depth, BLOCK_N, BLOCK_K, ROLLS // 2)
         x_mask, w_mask = (m < rows)[:, None], inside[:, None]
         if not EVEN:
             x_mask, w_mask = x_mask & (k < last)[None], w_mask & (k < last)[None]
@@ -174,7 +177,7 @@ def skinny(
         rows, width, depth, share, ahead // 16 * 16, beyond, x.stride(0), out.stride(-2),
         BLOCK_N=config.columns, BLOCK_K=config.depth, EVEN=depth % config.depth == 0, HAS_BIAS=bias is not None,
         GATED=mode == "gated", ADDED=mode == "added", WEIGHT_FIRST=config.weight_first, IS_CHAINED=is_chained,
-        HAS_PREFETCH=has_prefetch, ROLLS=has_prefetch and config.rolls, HAS_BEYOND=beyond > 0,
+        HAS_PREFETCH=has_prefetch, ROLLS=config.rolls if has_prefetch else 0, HAS_BEYOND=beyond > 0,
         num_stages=config.stages, num_warps=4, **early_launch(is_chained),
     )  # fmt: skip
     return out
