@@ -48,6 +48,8 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape).to(dtype) * 30, torch.randn(shape[-1:]).to(dtype)
     expected = nn.functional.rms_norm(x, weight.shape, weight, 1e-5)
     close(rms_norm_triton(x.to(DEVICE), weight.to(DEVICE), 1e-5), expected)
+    wide = torch.cat((x, x), dim=-1).to(DEVICE)
+    close(rms_norm_triton(wide[..., : shape[-1]], weight.to(DEVICE), 1e-5), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -151,9 +151,11 @@ def add_rms_norm_triton(
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H], contiguous rows, normed by weight [H]."""
+    """x [..., H] normed by weight [H]."""
     rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty_like(rows)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     width = rows.shape[1]
     block = triton.next_power_of_2(width)
     _add_rms_norm_kernel[(len(rows),)](
