@@ -1,5 +1,4 @@
-"""A fused RMS norm in place of a model's own, where both compute the same: PyTorch's, and for few rows on a GPU our
-own, because PyTorch's takes there what a launch of ours and the next kernel's take together."""
+"""A fused RMS norm in place of a model's own where both compute the same: PyTorch's, for few rows on a GPU ours."""
 
 from __future__ import annotations
 
