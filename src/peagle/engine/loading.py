@@ -15,7 +15,7 @@ from peagle.drafter.config import with_aux_layers
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.errors import InputError
-from peagle.kernels.half_linear import fits_half, halve_linears, has_half, pack_half, run_half
+from peagle.kernels.half_linear import HalfLinear, fits_half, halve_linears, has_half, pack_half, run_half
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
 from peagle.target.fused import fuse_decoder_layers
@@ -28,13 +28,16 @@ logger = logging.getLogger(__name__)
 def prepare_for_inference(target: Target) -> None:
     """Replace modules of the target by faster ones that compute the same; calling it again changes nothing.
 
-    On a CPU in float32 the linears get packed weights and drop their own: such a target cannot be saved or trained.
+    On a CPU in float32 the linears get packed weights, in float16 where that holds them exactly, and drop their own:
+    such a target cannot be saved or trained.
     """
     fuse_rms_norms(target.model)
     if target.device.type == "cuda":
         fuse_decoder_layers(target)
     if target.device.type == "cpu" and target.dtype == torch.float32:
-        pack_linears(target.model, keep=(target.model.get_output_embeddings(),))
+        keep = (target.model.get_output_embeddings(),)
+        halve_linears(target.model, keep, exact=True)
+        pack_linears(target.model, keep)
 
 
 def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype = "auto") -> Drafter:
@@ -66,7 +69,9 @@ def halve_shared_lm_head(drafter: Drafter, target: Target) -> None:
         drafter.share_lm_head(partial(run_half, packed=pack_half(drafter.lm_head_weight())))
         return
     if target.draft_lm_head is None:
-        target.draft_lm_head = partial(run_half, packed=pack_half(target.lm_head_weight))
+        head = target.model.get_output_embeddings()
+        packed = head.packed if isinstance(head, HalfLinear) else pack_half(target.lm_head_weight)
+        target.draft_lm_head = partial(run_half, packed=packed)
     drafter.share_lm_head(target.draft_lm_head)
 
 

@@ -1,9 +1,10 @@
 """Linear layers with float16 weights and float32 inputs and sums, on a CPU: FBGEMM's, which PyTorch brings along.
 
-With a few rows a product costs what reading its weights costs, and these are half as long. For a drafter that is
-free: nothing depends on its logits but which tokens are drafted, and what a head's bfloat16 weights say is kept
-exactly (float16 has three bits more; what is below 6e-5 is rounded to 6e-8). `docs/benchmarks.md` holds the
-measurement, `docs/engine.md` why it is not int8.
+With a few rows a product costs what reading its weights costs, and these are half as long; with many it costs the same
+as in float32. Where float16 holds a weight exactly, as it does a checkpoint's in float16 and nearly always one's in
+bfloat16, nothing is lost: the products differ from float32's by the order of their sums only, so that a target runs
+this way too. A drafter always does: nothing depends on its logits but which tokens are drafted (float16 rounds what is
+below 6e-5 to 6e-8). `docs/benchmarks.md` holds the measurement, `docs/engine.md` why it is not int8.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from peagle.kernels.packed_linear import replace_linears
 
 HALF_MAX = torch.finfo(torch.float16).max
+SLICE = 1 << 22  # weights that are looked at together
 
 
 class HalfLinear(nn.Module):
@@ -37,7 +39,11 @@ def pack_half(weight: Tensor, bias: Tensor | None = None) -> torch.ScriptObject:
 
 
 def run_half(x: Tensor, packed: torch.ScriptObject) -> Tensor:
-    """Rows [..., T, in] -> [..., T, out]; a single row needs its dimension too."""
+    """Rows [..., T, in] -> [..., T, out]; a single row needs its dimension too.
+
+    FBGEMM takes up to six rows at once and adds up one or two that are left over in another order, so that the last
+    bits of a row may depend on how many there are, as they do with PyTorch's own products.
+    """
     return torch.ops.quantized.linear_dynamic_fp16(x, packed)
 
 
@@ -58,13 +64,20 @@ def fits_half(weight: Tensor) -> bool:
     return bool(low >= -HALF_MAX) and bool(high <= HALF_MAX)
 
 
-def halve_linears(module: nn.Module, keep: tuple[nn.Module, ...] = ()) -> int:
+def is_half(weight: Tensor) -> bool:
+    """Whether float16 holds every weight exactly."""
+    rows = max(SLICE // max(weight.shape[-1], 1), 1)
+    return fits_half(weight) and all(torch.equal(part.half().float(), part) for part in weight.split(rows))
+
+
+def halve_linears(module: nn.Module, keep: tuple[nn.Module, ...] = (), exact: bool = False) -> int:
     """Replace every fp32 CPU nn.Linear below `module` whose weights fit by a `HalfLinear`; returns how many.
 
-    `keep` names linears whose weight others read.
+    `keep` names linears whose weight others read. exact: only where nothing is rounded.
     """
     if not has_half():
         return 0
+    fits = is_half if exact else fits_half
     return replace_linears(
-        module, lambda linear: HalfLinear(linear, any(linear is k for k in keep)) if fits_half(linear.weight) else None
+        module, lambda linear: HalfLinear(linear, any(linear is k for k in keep)) if fits(linear.weight) else None
     )
