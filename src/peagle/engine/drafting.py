@@ -21,6 +21,7 @@ from peagle.kernels.draft_batch import (
     expand_draft_batch,
     expand_draft_batch_on_host,
 )
+from peagle.target.fused import is_joined
 from peagle.target.paged_attention import KVCache, PagedBatch, attend_paged
 
 
@@ -68,7 +69,9 @@ class DraftPass:
         self.parallel = drafter.config.kind == "p-eagle"
         self.scale = drafter.config.head_dim**-0.5
         self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, cache_dtype or drafter.fc.weight.dtype)
-        self.fused = FusedDrafter(drafter, max_model_len) if drafter.fc.weight.is_cuda else None
+        # on a CPU a prepared drafter only: a bare one, as tests make them, is left as it is
+        fused = drafter.fc.weight.is_cuda or is_joined(drafter.layers)
+        self.fused = FusedDrafter(drafter, max_model_len) if fused else None
         self.mask_state = drafter.mask_state() if self.parallel else None
 
     def propose(self, target: PagedBatch, verified: Verified, fixed_shape: bool = False) -> Tensor:

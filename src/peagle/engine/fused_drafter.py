@@ -1,4 +1,4 @@
-"""The drafter's layers as `fused_layer` runs them on a GPU: `Drafter.forward`, over the paged cache it is given."""
+"""The drafter's layers as `fused_layer` runs them: `Drafter.forward`, over the paged cache that it is given."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.kernels.fused_layer import LayerWeights, join_linears, run_layer, tune_layers
+from peagle.kernels.fused_layer import LayerWeights, one_product, run_layer, tune_layers, weight_and_bias
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.paged_attention import KVCache, PagedBatch
 
 
 def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
     config, attention, mlp = drafter.config, layer.self_attn, layer.mlp
-    qkv, bias = join_linears([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up, _ = join_linears([mlp.gate_proj, mlp.up_proj])
+    qkv, qkv_bias = one_product([attention.q_proj, attention.k_proj, attention.v_proj])
+    o, o_bias = weight_and_bias(attention.o_proj)
+    gate_up, _ = one_product([mlp.gate_proj, mlp.up_proj])
+    down, _ = weight_and_bias(mlp.down_proj)
     return LayerWeights(
         qkv=qkv,
-        qkv_bias=bias,
-        o=attention.o_proj.weight,
-        o_bias=attention.o_proj.bias,
+        qkv_bias=qkv_bias,
+        o=o,
+        o_bias=o_bias,
         gate_up=gate_up,
-        down=mlp.down_proj.weight,
+        down=down,
         post_norm=layer.post_attention_layernorm.weight,
         q_norm=None,
         k_norm=None,
@@ -36,8 +38,8 @@ def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
 
 
 class FusedDrafter:
-    """A drafter's layers with their weights joined (the drafter's own linears become views of them), for positions
-    below `length`."""
+    """A drafter's layers with their weights joined, for positions below `length`. The drafter's own linears become
+    views of them, where `prepare_drafter` has not made parts of a product of them already."""
 
     @torch.no_grad()
     def __init__(self, drafter: Drafter, length: int) -> None:

@@ -18,7 +18,7 @@ from peagle.errors import InputError
 from peagle.kernels.half_linear import HalfLinear, fits_half, halve_linears, has_half, pack_half, run_half
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
-from peagle.target.fused import fuse_decoder_layers
+from peagle.target.fused import can_fuse, fuse_decoder_layers, join_layers
 from peagle.target.loading import load_target
 from peagle.target.model import Target
 
@@ -36,8 +36,11 @@ def prepare_for_inference(target: Target) -> None:
         fuse_decoder_layers(target)
     if target.device.type == "cpu" and target.dtype == torch.float32:
         keep = (target.model.get_output_embeddings(),)
+        if can_fuse(target):
+            join_layers(target.layers)
         halve_linears(target.model, keep, exact=True)
         pack_linears(target.model, keep)
+        fuse_decoder_layers(target)
 
 
 def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype = "auto") -> Drafter:
@@ -54,6 +57,7 @@ def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype 
         )
     if on_cpu:
         keep = tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None)
+        join_layers(drafter.layers)
         if weight_dtype != "target" and has_half():
             halve_linears(drafter, keep)
             halve_shared_lm_head(drafter, target)

@@ -1,9 +1,10 @@
-"""A Llama-like decoder layer in nine launches: what target and drafter run on a GPU.
+"""A Llama-like decoder layer in nine launches: what target and drafter run, on a GPU and on a CPU in float32.
 
 A decoding step is bound by reading weights, and the rest of it by starting kernels: Transformers' layer starts about
 thirty, most of them over a few rows. Here q, k and v are one product, gate and up another; RoPE (with Qwen3's norms of
 q and k before it) and the write to the KV cache are one kernel, as are the sum with the residual and the norm behind
-it. Each Triton kernel (`fused_layer_triton`) has its PyTorch twin here, which is what the CPU runs.
+it. Each Triton kernel (`fused_layer_triton`) has its PyTorch twin here, which is what the CPU runs: there a call costs
+as much as its arithmetic, so that they are written with as few as possible.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peagle.kernels.joined_linear import JoinedPart
 from peagle.target.paged_attention import PagedBatch, attend_written, write_kv
 
 TUNED_LAYERS = 8  # so many layers' weights do not fit into a cache
+
+Weight = Tensor | nn.Module  # of a product: the matrix, or what computes it
 
 
 @dataclass(slots=True)
 class LayerWeights:
     """One layer. qkv [(Hq + 2 Hkv) * D, H_in] with its bias or None; o [H, Hq * D] with its bias or None; gate_up
-    [2 I, H]; down [H, I]; post_norm [H]; q_norm, k_norm [D] or None. eps: of all norms."""
+    [2 I, H]; down [H, I]; post_norm [H]; q_norm, k_norm [D] or None. eps: of all norms. On a CPU the first four may be
+    modules with weights in a layout of their own, and their biases."""
 
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
     post_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -40,6 +45,18 @@ class LayerWeights:
     head_dim: int
     scale: float
     sliding_window: int | None = None
+
+
+def one_product(linears: list[nn.Module]) -> tuple[Weight, Tensor | None]:
+    """Weight and bias of linears over the same input as one: `join_linears`, or what `join_children` has joined."""
+    if isinstance(linears[0], JoinedPart):
+        return linears[0].whole.linear, None
+    return join_linears(linears)  # type: ignore[arg-type]
+
+
+def weight_and_bias(linear: nn.Module) -> tuple[Weight, Tensor | None]:
+    """A single linear's; one of another class, which may have its own layout, is kept as a whole."""
+    return (linear.weight, linear.bias) if type(linear) is nn.Linear else (linear, None)
 
 
 def join_linears(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -76,8 +93,10 @@ def run_layer(
     return add_linear_(hidden, silu_linear(normed, weights.gate_up), weights.down)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [T, K] @ weight [N, K].T + bias."""
+    if not isinstance(weight, Tensor):
+        return weight(x)
     if x.is_cuda:
         from peagle.kernels.skinny_linear import fastest, skinny
 
@@ -86,8 +105,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def silu_linear(x: Tensor, gate_up: Tensor) -> Tensor:
+def silu_linear(x: Tensor, gate_up: Weight) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) for gate and up joined to [2 I, K]: [T, I]."""
+    if not isinstance(gate_up, Tensor):
+        return silu_and_mul(gate_up(x))
     if x.is_cuda:
         from peagle.kernels.skinny_linear import fastest, skinny
 
@@ -96,8 +117,10 @@ def silu_linear(x: Tensor, gate_up: Tensor) -> Tensor:
     return silu_and_mul(F.linear(x, gate_up))
 
 
-def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def add_linear_(total: Tensor, x: Tensor, weight: Weight) -> Tensor:
     """total [T, N] += x [T, K] @ weight [N, K].T, in place."""
+    if not isinstance(weight, Tensor):
+        return total.add_(weight(x))
     if x.is_cuda:
         from peagle.kernels.skinny_linear import fastest, skinny
 
@@ -109,16 +132,20 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def tune_layers(layers: Sequence[LayerWeights]) -> None:
     """On a GPU measure which form of each product is the fastest for few rows."""
     some = layers[:TUNED_LAYERS]
-    if not some or not some[0].qkv.is_cuda or some[0].qkv.dtype.itemsize != 2:
+    if not some or not some[0].post_norm.is_cuda or some[0].post_norm.dtype.itemsize != 2:
         return
     from peagle.kernels.skinny_linear import tune
 
-    for qkv in {layer.qkv.shape: layer.qkv for layer in some}.values():  # a drafter's first layer is wider
-        tune("plain", [layer.qkv for layer in some if layer.qkv.shape == qkv.shape], F.linear)
-    tune("plain", [layer.o for layer in some], F.linear)
-    tune("gated", [layer.gate_up for layer in some], lambda x, weight: silu_and_mul(F.linear(x, weight)))
-    total = torch.zeros(8, len(some[0].down), dtype=some[0].down.dtype, device=some[0].down.device)
-    tune("added", [layer.down for layer in some], lambda x, weight: total.addmm_(x, weight.t()))
+    qkv, o, gate_up, down = (
+        [weight for layer in some if isinstance(weight := getattr(layer, name), Tensor)]
+        for name in ("qkv", "o", "gate_up", "down")
+    )
+    for shape in {weight.shape for weight in qkv}:  # a drafter's first layer is wider
+        tune("plain", [weight for weight in qkv if weight.shape == shape], F.linear)
+    tune("plain", o, F.linear)
+    tune("gated", gate_up, lambda x, weight: silu_and_mul(F.linear(x, weight)))
+    total = torch.zeros(8, len(down[0]), dtype=down[0].dtype, device=down[0].device)
+    tune("added", down, lambda x, weight: total.addmm_(x, weight.t()))
 
 
 def rope_and_write(
@@ -138,15 +165,31 @@ def rope_and_write(
 def rope_and_write_torch(
     qkv: Tensor, cos: Tensor, sin: Tensor, weights: LayerWeights, cache: tuple[Tensor, Tensor], slot_mapping: Tensor
 ) -> Tensor:
-    heads = qkv.view(len(qkv), -1, weights.head_dim).float()
-    q, k, v = heads.split((weights.num_heads, weights.num_kv_heads, weights.num_kv_heads), dim=1)
+    heads = qkv.view(len(qkv), -1, weights.head_dim)
+    rotated = heads[:, : weights.num_heads + weights.num_kv_heads].float()
     if weights.q_norm is not None and weights.k_norm is not None:
+        q, k = rotated.split((weights.num_heads, weights.num_kv_heads), dim=1)
         q = F.rms_norm(q, (weights.head_dim,), weights.q_norm.float(), weights.eps)
         k = F.rms_norm(k, (weights.head_dim,), weights.k_norm.float(), weights.eps)
-    cos, sin = cos.float()[:, None], sin.float()[:, None]
-    q, k = (x * cos + torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) * sin for x in (q, k))
-    write_kv(k.to(qkv.dtype), v.to(qkv.dtype), *cache, slot_mapping)
-    return q.to(qkv.dtype)
+        rotated = torch.cat((q, k), dim=1)
+    rotated = rotate(rotated, cos.float()[:, None], sin.float()[:, None]).to(qkv.dtype)
+    q, k = rotated.split((weights.num_heads, weights.num_kv_heads), dim=1)
+    write_kv(k, heads[:, weights.num_heads + weights.num_kv_heads :], *cache, slot_mapping)
+    return q
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D] by cos and sin [T, 1, D], Llama's half-split convention."""
+    out = x * cos
+    (first, second), (sin_first, sin_second), (out_first, out_second) = (t.chunk(2, dim=-1) for t in (x, sin, out))
+    out_first.addcmul_(second, sin_first, value=-1)
+    out_second.addcmul_(first, sin_second)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H] * rsqrt(mean(x^2) + eps) * weight [H]."""
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -160,7 +203,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return total, F.rms_norm(total, weight.shape, weight, eps)
+    return total, rms_norm(total, weight, eps)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
