@@ -30,16 +30,19 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs th
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every place that has a kernel takes it; steps that only decode run in fixed shapes."""
 
-    def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *_: Any) -> None:
         write_kv_triton(k, v, k_cache.view(-1, *k.shape[1:]), v_cache.view(-1, *v.shape[1:]), slots)
 
     def attend(q: Tensor, cache: tuple[Tensor, Tensor], batch: Any, *args: Any) -> Tensor:
         return paged_attention_triton(q, *cache, batch, *args, num_splits=2 if batch.max_query_len <= 8 else 1)
 
+    def rope(*args: Any) -> Tensor:
+        return fused_layer_triton.rope_and_write_triton(*args[:-1], args[-1].slot_mapping)
+
     monkeypatch.setattr(paged_attention, "write_kv", write)
     monkeypatch.setattr(paged_attention, "attend_written", attend)
     monkeypatch.setattr(fused_layer, "attend_written", attend)
-    monkeypatch.setattr(fused_layer, "rope_and_write", fused_layer_triton.rope_and_write_triton)
+    monkeypatch.setattr(fused_layer, "rope_and_write", rope)
     monkeypatch.setattr(fused_layer, "add_rms_norm", fused_layer_triton.add_rms_norm_triton)
     monkeypatch.setattr(fused_layer, "silu_and_mul", fused_layer_triton.silu_and_mul_triton)
     for name in ("expand_draft_batch", "expand_draft_batch_on_host"):

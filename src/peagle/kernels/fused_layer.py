@@ -86,7 +86,7 @@ def run_layer(
     """Attention of x [T, H_in] (normed) over the cache, which gets its keys and values, then the MLP: the layer's
     output [T, H]. residual [T, H] is left as it is; cos and sin [T, D]."""
     qkv = linear(x, weights.qkv, weights.qkv_bias)
-    q = rope_and_write(qkv, cos, sin, weights, cache, batch.slot_mapping)
+    q = rope_and_write(qkv, cos, sin, weights, cache, batch)
     out = attend_written(q, cache, batch, weights.scale, weights.sliding_window)
     out = linear(out.reshape(len(out), -1), weights.o, weights.o_bias)
     hidden, normed = add_rms_norm(out, residual, weights.post_norm, weights.eps)
@@ -149,7 +149,7 @@ def tune_layers(layers: Sequence[LayerWeights]) -> None:
 
 
 def rope_and_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, weights: LayerWeights, cache: tuple[Tensor, Tensor], slot_mapping: Tensor
+    qkv: Tensor, cos: Tensor, sin: Tensor, weights: LayerWeights, cache: tuple[Tensor, Tensor], batch: PagedBatch
 ) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; keys (likewise) and values go to their slots.
 
@@ -158,12 +158,18 @@ def rope_and_write(
     if qkv.is_cuda:
         from peagle.kernels.fused_layer_triton import rope_and_write_triton
 
-        return rope_and_write_triton(qkv, cos, sin, weights, cache, slot_mapping)
-    return rope_and_write_torch(qkv, cos, sin, weights, cache, slot_mapping)
+        return rope_and_write_triton(qkv, cos, sin, weights, cache, batch.slot_mapping)
+    return rope_and_write_torch(qkv, cos, sin, weights, cache, batch.slot_mapping, batch.all_write)
 
 
 def rope_and_write_torch(
-    qkv: Tensor, cos: Tensor, sin: Tensor, weights: LayerWeights, cache: tuple[Tensor, Tensor], slot_mapping: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    weights: LayerWeights,
+    cache: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+    all_write: bool = False,
 ) -> Tensor:
     heads = qkv.view(len(qkv), -1, weights.head_dim)
     rotated = heads[:, : weights.num_heads + weights.num_kv_heads].float()
@@ -174,7 +180,7 @@ def rope_and_write_torch(
         rotated = torch.cat((q, k), dim=1)
     rotated = rotate(rotated, cos.float()[:, None], sin.float()[:, None]).to(qkv.dtype)
     q, k = rotated.split((weights.num_heads, weights.num_kv_heads), dim=1)
-    write_kv(k, heads[:, weights.num_heads + weights.num_kv_heads :], *cache, slot_mapping)
+    write_kv(k, heads[:, weights.num_heads + weights.num_kv_heads :], *cache, slot_mapping, all_write)
     return q
 
 
