@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.engine import Engine, SamplingParams
+from peagle.engine import Engine, SamplingParams, fused_drafter
 from peagle.engine.fused_drafter import FusedDrafter
 from peagle.kernels import fused_layer
 from peagle.target import Target, load_target, paged_attention
+from peagle.target import fused as target_fused
 from peagle.target.fused import fuse_decoder_layers
 from tests.engine.helpers import ASCII, SEQUENCES, greedy, make_engine, run, tiny_head
 
@@ -43,6 +44,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "attend_written", attend)
     monkeypatch.setattr(fused_layer, "attend_written", attend)
     monkeypatch.setattr(fused_layer, "rope_and_write", rope)
+    for module in (target_fused, fused_drafter):
+        monkeypatch.setattr(module, "rope_rows", lambda cos, sin: (cos, sin))
     monkeypatch.setattr(fused_layer, "add_rms_norm", fused_layer_triton.add_rms_norm_triton)
     monkeypatch.setattr(fused_layer, "silu_and_mul", fused_layer_triton.silu_and_mul_triton)
     for name in ("expand_draft_batch", "expand_draft_batch_on_host"):

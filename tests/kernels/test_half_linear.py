@@ -98,7 +98,7 @@ def test_a_build_without_fbgemm(monkeypatch):
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack_fp16 NoQEngine")
 
     has_half.cache_clear()
-    monkeypatch.setattr(half_linear, "pack_half", refuse)
+    monkeypatch.setattr(half_linear, "half_product", refuse)
     try:
         assert not has_half()
         assert halve_linears(nn.Sequential(nn.Linear(4, 4))) == 0
@@ -131,7 +131,7 @@ def test_what_float16_holds_exactly():
         x = torch.randn(5, 96)
         expected = (x.double() @ exact.weight.double().T).float()
         torch.testing.assert_close(HalfLinear(exact)(x), expected, rtol=1e-4, atol=1e-12)
-    for value in (1 + 2**-12, 70_000.0, 2.0**-26, float("nan"), float("inf")):
+    for value in (1 + 2**-12, 70_000.0, 2.0**-26, float("nan")):
         weight = torch.ones(7, 3)
         weight[6, 2] = value
         assert not is_half(weight)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.kernels.fused_layer import LayerWeights, one_product, run_layer, tune_layers, weight_and_bias
+from peagle.kernels.fused_layer import LayerWeights, one_product, rope_rows, run_layer, tune_layers, weight_and_bias
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.paged_attention import KVCache, PagedBatch
 
@@ -57,6 +57,7 @@ class FusedDrafter:
         """As `Drafter.forward`: embeds, hidden [T, H], positions [T] -> (normed, feedback) [T, H]."""
         drafter = self.drafter
         cos, sin = self.rotary(hidden, positions[None])
+        cos, sin = rope_rows(cos[0], sin[0])
         for layer, weights, cache in zip(self.layers, self.weights, kv_cache, strict=True):
             residual = hidden
             if layer.layer == 0:
@@ -65,6 +66,6 @@ class FusedDrafter:
                 x = torch.cat((layer.input_layernorm(embeds), normed), dim=-1)
             else:
                 x = layer.input_layernorm(hidden)
-            hidden = run_layer(x, residual, weights, cos[0], sin[0], cache, batch)
+            hidden = run_layer(x, residual, weights, cos, sin, cache, batch)
         normed = drafter.norm(hidden)
         return normed, normed if drafter.config.norm_output else hidden

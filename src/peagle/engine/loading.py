@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Mapping
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from peagle.drafter.config import with_aux_layers
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.errors import InputError
-from peagle.kernels.half_linear import HalfLinear, fits_half, halve_linears, has_half, pack_half, run_half
+from peagle.kernels.half_linear import HalfLinear, fits_half, half_product, halve_linears, has_half
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
 from peagle.target.fused import can_fuse, fuse_decoder_layers, join_layers
@@ -41,6 +42,13 @@ def prepare_for_inference(target: Target) -> None:
         halve_linears(target.model, keep, exact=True)
         pack_linears(target.model, keep)
         fuse_decoder_layers(target)
+        _return_memory()
+
+
+def _return_memory() -> None:
+    """Give what replaced weights lay in back to the system, where the C library keeps it otherwise (glibc)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype = "auto") -> Drafter:
@@ -70,12 +78,11 @@ def halve_shared_lm_head(drafter: Drafter, target: Target) -> None:
     if drafter.lm_head is not None or not fits_half(target.lm_head_weight):
         return
     if drafter.d2t is not None:
-        drafter.share_lm_head(partial(run_half, packed=pack_half(drafter.lm_head_weight())))
+        drafter.share_lm_head(half_product(drafter.lm_head_weight()))
         return
     if target.draft_lm_head is None:
         head = target.model.get_output_embeddings()
-        packed = head.packed if isinstance(head, HalfLinear) else pack_half(target.lm_head_weight)
-        target.draft_lm_head = partial(run_half, packed=packed)
+        target.draft_lm_head = head.product if isinstance(head, HalfLinear) else half_product(target.lm_head_weight)
     drafter.share_lm_head(target.draft_lm_head)
 
 

@@ -84,7 +84,7 @@ def run_layer(
     batch: PagedBatch,
 ) -> Tensor:
     """Attention of x [T, H_in] (normed) over the cache, which gets its keys and values, then the MLP: the layer's
-    output [T, H]. residual [T, H] is left as it is; cos and sin [T, D]."""
+    output [T, H]. residual [T, H] is left as it is; cos and sin: of `rope_rows`."""
     qkv = linear(x, weights.qkv, weights.qkv_bias)
     q = rope_and_write(qkv, cos, sin, weights, cache, batch)
     out = attend_written(q, cache, batch, weights.scale, weights.sliding_window)
@@ -148,49 +148,56 @@ def tune_layers(layers: Sequence[LayerWeights]) -> None:
     tune("added", down, lambda x, weight: total.addmm_(x, weight.t()))
 
 
+def rope_rows(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, D] of a pass's rows as `run_layer` reads them: on a CPU signed and with room for heads,
+    [T, 1, D], so that no layer has to do that again."""
+    if cos.is_cuda:
+        return cos, sin
+    first, second = sin.float().chunk(2, dim=-1)
+    return cos.float()[:, None], torch.cat((-first, second), dim=-1)[:, None]
+
+
 def rope_and_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, weights: LayerWeights, cache: tuple[Tensor, Tensor], batch: PagedBatch
 ) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) * D] -> q [T, Hq, D], normed and rotated; keys (likewise) and values go to their slots.
 
-    q may share qkv's memory.
+    cos, sin: as `rope_rows` gives them. q may share qkv's memory.
     """
     if qkv.is_cuda:
         from peagle.kernels.fused_layer_triton import rope_and_write_triton
 
         return rope_and_write_triton(qkv, cos, sin, weights, cache, batch.slot_mapping)
-    return rope_and_write_torch(qkv, cos, sin, weights, cache, batch.slot_mapping, batch.all_write)
+    return _rope_and_write(qkv, cos, sin, weights, cache, batch.slot_mapping, batch.all_write)
 
 
 def rope_and_write_torch(
+    qkv: Tensor, cos: Tensor, sin: Tensor, weights: LayerWeights, cache: tuple[Tensor, Tensor], slot_mapping: Tensor
+) -> Tensor:
+    """What the Triton kernel computes, from cos and sin [T, D]."""
+    return _rope_and_write(qkv, *rope_rows(cos, sin), weights, cache, slot_mapping, False)
+
+
+def _rope_and_write(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     weights: LayerWeights,
     cache: tuple[Tensor, Tensor],
     slot_mapping: Tensor,
-    all_write: bool = False,
+    all_write: bool,
 ) -> Tensor:
+    num_heads, rotating = weights.num_heads, weights.num_heads + weights.num_kv_heads
     heads = qkv.view(len(qkv), -1, weights.head_dim)
-    rotated = heads[:, : weights.num_heads + weights.num_kv_heads].float()
+    x = heads[:, :rotating].float()
     if weights.q_norm is not None and weights.k_norm is not None:
-        q, k = rotated.split((weights.num_heads, weights.num_kv_heads), dim=1)
-        q = F.rms_norm(q, (weights.head_dim,), weights.q_norm.float(), weights.eps)
-        k = F.rms_norm(k, (weights.head_dim,), weights.k_norm.float(), weights.eps)
-        rotated = torch.cat((q, k), dim=1)
-    rotated = rotate(rotated, cos.float()[:, None], sin.float()[:, None]).to(qkv.dtype)
-    q, k = rotated.split((weights.num_heads, weights.num_kv_heads), dim=1)
-    write_kv(k, heads[:, weights.num_heads + weights.num_kv_heads :], *cache, slot_mapping, all_write)
-    return q
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] by cos and sin [T, 1, D], Llama's half-split convention."""
-    out = x * cos
-    (first, second), (sin_first, sin_second), (out_first, out_second) = (t.chunk(2, dim=-1) for t in (x, sin, out))
-    out_first.addcmul_(second, sin_first, value=-1)
-    out_second.addcmul_(first, sin_second)
-    return out
+        q = F.rms_norm(x[:, :num_heads], (weights.head_dim,), weights.q_norm.float(), weights.eps)
+        k = F.rms_norm(x[:, num_heads:], (weights.head_dim,), weights.k_norm.float(), weights.eps)
+        x = torch.cat((q, k), dim=1)
+    # Llama's half-split convention; the sign of the half that moves up is in sin
+    x = (x * cos).addcmul_(x.roll(weights.head_dim // 2, -1), sin).to(qkv.dtype)
+    write_kv(x[:, num_heads:], heads[:, rotating:], *cache, slot_mapping, all_write)
+    return x[:, :num_heads]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -223,4 +230,4 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def silu_and_mul_torch(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(x.dtype)
+    return F.silu(gate.float()).mul_(up).to(x.dtype)

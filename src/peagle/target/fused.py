@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.fused_layer import LayerWeights, one_product, rms_norm, run_layer, tune_layers, weight_and_bias
+from peagle.kernels.fused_layer import (
+    LayerWeights,
+    one_product,
+    rms_norm,
+    rope_rows,
+    run_layer,
+    tune_layers,
+    weight_and_bias,
+)
 from peagle.kernels.joined_linear import JoinedPart, join_children
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.model import Target
@@ -35,7 +43,7 @@ class FusedDecoder:
         """T rows -> the normed output [T, H], and the inputs of the layers `aux_layer_ids` side by side [T, 3H]."""
         hidden = nn.functional.embedding(token_ids, self.embed_weight)
         cos, sin = self.rotary(hidden, positions[None])
-        cos, sin = cos[0], sin[0]
+        cos, sin = rope_rows(cos[0], sin[0])
         inputs: dict[int, Tensor] = {}
         for i, (input_norm, weights) in enumerate(zip(self.input_norms, self.layers, strict=True)):
             if i in aux_layer_ids:
