@@ -63,7 +63,6 @@ class Profile:
         for module, name in ((drafting, "attend_paged"), (model, "attend_paged"), (fused_layer, "attend_written")):
             self.wrap(module, name, "attention")
         self.wrap(fused_layer, "rope_and_write", "RoPE, cache writes")
-        self.wrap(fused_layer, "rms_norm", "norms and RoPE table")
         self.wrap(fused_layer, "silu_and_mul", "SwiGLU")
         self.wrap(drafting, "expand_draft_batch_on_host", "draft batch")
         self.wrap(drafting, "argmax_rows", "argmax")

@@ -34,6 +34,7 @@ def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5,
+        norm=None if drafter.fc.weight.is_cuda else layer.post_attention_layernorm,
     )
 
 

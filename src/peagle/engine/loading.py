@@ -65,6 +65,7 @@ def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype 
         )
     if on_cpu:
         keep = tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None)
+        fuse_rms_norms(drafter)
         join_layers(drafter.layers)
         if weight_dtype != "target" and has_half():
             halve_linears(drafter, keep)

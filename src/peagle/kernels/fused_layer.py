@@ -9,7 +9,7 @@ as much as its arithmetic, so that they are written with as few as possible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,7 @@ class LayerWeights:
     head_dim: int
     scale: float
     sliding_window: int | None = None
+    norm: Callable[[Tensor], Tensor] | None = None  # post_norm as a CPU computes it
 
 
 def one_product(linears: list[nn.Module]) -> tuple[Weight, Tensor | None]:
@@ -89,7 +90,11 @@ def run_layer(
     q = rope_and_write(qkv, cos, sin, weights, cache, batch)
     out = attend_written(q, cache, batch, weights.scale, weights.sliding_window)
     out = linear(out.reshape(len(out), -1), weights.o, weights.o_bias)
-    hidden, normed = add_rms_norm(out, residual, weights.post_norm, weights.eps)
+    if weights.norm is not None:
+        hidden = out.add_(residual)
+        normed = weights.norm(hidden)
+    else:
+        hidden, normed = add_rms_norm(out, residual, weights.post_norm, weights.eps)
     return add_linear_(hidden, silu_linear(normed, weights.gate_up), weights.down)
 
 
@@ -200,11 +205,6 @@ def _rope_and_write(
     return x[:, :num_heads]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H] * rsqrt(mean(x^2) + eps) * weight [H]."""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + residual and its RMS norm, both [T, H]."""
     if x.is_cuda:
@@ -216,7 +216,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return total, rms_norm(total, weight, eps)
+    return total, F.rms_norm(total, weight.shape, weight, eps)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

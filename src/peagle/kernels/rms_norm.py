@@ -1,4 +1,4 @@
-"""PyTorch's fused RMS norm in place of a model's own, where both compute the same."""
+"""A faster RMS norm in place of a model's own, where both compute the same."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from torch import Tensor, nn
 
 
 class FusedRMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight in one call."""
+    """x * rsqrt(mean(x^2) + eps) * weight, for inference.
+
+    On a CPU PyTorch's one call is made of six. With the root of the width put into weight and eps beforehand four do,
+    in half the time over a few rows: x / hypot(|x|, sqrt(width * eps)) * (sqrt(width) * weight).
+    """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = weight, eps
+        self.by_length = weight.device.type == "cpu" and weight.dtype == torch.float32 and eps > 0
+        if self.by_length:
+            self._scaled = weight.detach() * len(weight) ** 0.5
+            self._root = torch.tensor((len(weight) * eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.by_length:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._root)
+        return x.div(length).mul_(self._scaled)
 
 
 @torch.no_grad()
@@ -32,6 +43,8 @@ def fuse_rms_norms(module: nn.Module) -> int:
             weight = getattr(child, "weight", None)
             eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
             if not type(child).__name__.endswith("RMSNorm") or weight is None or not isinstance(eps, float):
+                continue
+            if isinstance(child, FusedRMSNorm):
                 continue
             fused = FusedRMSNorm(weight, eps)
             x = torch.randn(4, *weight.shape, generator=generator)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from peagle.kernels.fused_layer import (
     LayerWeights,
     one_product,
-    rms_norm,
     rope_rows,
     run_layer,
     tune_layers,
@@ -33,7 +32,7 @@ class FusedDecoder:
     def __init__(self, target: Target) -> None:
         decoder: Any = target.decoder
         self.embed_weight, self.rotary, self.norm = target.embed_weight, decoder.rotary_emb, decoder.norm
-        self.input_norms: list[Tensor] = [layer.input_layernorm.weight for layer in decoder.layers]
+        self.input_norms = [layer.input_layernorm for layer in decoder.layers]
         self.layers = [layer_weights(layer) for layer in decoder.layers]
         tune_layers(self.layers)
 
@@ -48,8 +47,7 @@ class FusedDecoder:
         for i, (input_norm, weights) in enumerate(zip(self.input_norms, self.layers, strict=True)):
             if i in aux_layer_ids:
                 inputs[i] = hidden
-            x = rms_norm(hidden, input_norm, weights.eps)
-            hidden = run_layer(x, hidden, weights, cos, sin, caches[i], batch)
+            hidden = run_layer(input_norm(hidden), hidden, weights, cos, sin, caches[i], batch)
         aux = torch.cat([inputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else None
         return self.norm(hidden), aux
 
@@ -80,6 +78,7 @@ def layer_weights(layer: Any) -> LayerWeights:
         scale=float(attention.scaling),
         # Qwen decides by layer, Mistral takes its config's, Llama knows none
         sliding_window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
+        norm=None if post_norm.weight.is_cuda else post_norm,
     )
 
 
