@@ -136,15 +136,18 @@ def paged_attention(
     sliding_window w: a row at p sees p-w+1..p. sinks [Hq]: one extra logit a head that takes probability and gives
     nothing (gpt-oss). softcap c: scores become c * tanh(scores / c) (Gemma 2).
     """
-    views, outputs = _view(batch, k_cache.shape[1]), []
+    views = _view(batch, k_cache.shape[1])
+    if not views:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     threads = torch.get_num_threads()
     work = max((view.rows.stop - view.rows.start) * view.context for view in views) * q.shape[1] * q.shape[2]
     alone = threads > 1 and not q.is_cuda and work < ONE_THREADS_WORK
     if alone:
         torch.set_num_threads(1)
     try:
-        for request in views:
-            outputs.append(_attend_one(q, k_cache, v_cache, batch, request, scale, sliding_window, sinks, softcap))
+        outputs = [
+            _attend_one(q, k_cache, v_cache, batch, view, scale, sliding_window, sinks, softcap) for view in views
+        ]
     finally:
         if alone:
             torch.set_num_threads(threads)
