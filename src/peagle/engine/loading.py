@@ -123,4 +123,5 @@ def load_engine(
         config,
         speculative.synthetic_rates,
         speculative.num_speculative_tokens_per_batch_size,
+        speculative.confidence_threshold,
     )
