@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
@@ -31,7 +31,7 @@ class StatusError(Exception):
 
 async def stream_chunks(
     client: httpx.AsyncClient, url: str, body: Mapping[str, Any]
-) -> AsyncIterator[tuple[float, dict[str, Any] | None]]:
+) -> AsyncGenerator[tuple[float, dict[str, Any] | None], None]:
     """Post `body` and yield (`time.perf_counter()` of arrival, chunk); for the end mark [DONE] the chunk is None.
 
     Raises StatusError, StreamError and httpx's errors.
