@@ -224,7 +224,7 @@ def generate(
         run(job, open_target, typer.echo)
         return
     try:
-        from peagle.data.endpoint_engine import EndpointSettings
+        from peagle.data.endpoint_retries import EndpointSettings
         from peagle.data.endpoint_target import open_endpoint
     except ImportError as error:
         raise InputError(f"--endpoint needs httpx: pip install 'peagle[train]' ({error})") from error

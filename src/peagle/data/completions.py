@@ -84,13 +84,10 @@ async def receive(client: httpx.AsyncClient, url: str, body: dict[str, Any], loo
             if chunk is None:
                 done = True
                 continue
-            usage = chunk.get("usage") or {}
-            if usage.get("completion_tokens") is not None:
-                received.completion_tokens = int(usage["completion_tokens"])
-            if usage.get("prompt_tokens") is not None:
-                received.prompt_tokens = int(usage["prompt_tokens"])
-            for choice in chunk.get("choices") or ():
-                _take(received, choice, body["prompt"])
+            try:
+                _take(received, chunk, body["prompt"])
+            except (AttributeError, KeyError, TypeError, ValueError):
+                raise StreamError(f"an event is no piece of a completion: {str(chunk)[:200]}")
             if received.token_ids is not None and received.finish_reason is None and watch.loops(received.token_ids):
                 received.finish_reason = "loop"
                 return received  # closing the stream makes the server drop the request
@@ -100,7 +97,17 @@ async def receive(client: httpx.AsyncClient, url: str, body: dict[str, Any], loo
     return received
 
 
-def _take(received: Received, choice: dict[str, Any], prompt: list[int]) -> None:
+def _take(received: Received, chunk: dict[str, Any], prompt: list[int]) -> None:
+    usage = chunk.get("usage") or {}
+    if usage.get("completion_tokens") is not None:
+        received.completion_tokens = int(usage["completion_tokens"])
+    if usage.get("prompt_tokens") is not None:
+        received.prompt_tokens = int(usage["prompt_tokens"])
+    for choice in chunk.get("choices") or ():
+        _take_choice(received, choice, prompt)
+
+
+def _take_choice(received: Received, choice: dict[str, Any], prompt: list[int]) -> None:
     received.text += choice.get("text") or ""
     if choice.get("token_ids") is not None:
         if received.token_ids is None:
@@ -146,7 +153,7 @@ def exact_tokens(
     if reason == "stop" and not params.stop_strings and (not ids or ids[-1] not in ends):
         ids.append(_end_token(received.stop_reason, params, answer))
     if reason != "loop" and not params.stop_strings:
-        _check_count(len(ids), bool(ids) and ids[-1] in ends, received.completion_tokens)
+        _check_count(len(ids), reason == "stop", received.completion_tokens)
     if received.token_ids is None and (cut := LoopWatch(loop_limit).first_loop(ids)):
         return ids[:cut], "loop"
     return ids, reason

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -24,36 +22,14 @@ from peagle.data.completions import (
     receive,
     request_body,
 )
+from peagle.data.endpoint_retries import EndpointSettings, delay_before, raise_if_final, retry_after, said
 from peagle.data.request_queue import EndpointError, Refusal
 from peagle.engine.sampling_params import SamplingParams
 from peagle.errors import InputError
 
 CONNECT_SECONDS = 10.0
-TRY_AGAIN = (408, 409, 425, 429)  # and everything from 500
-# These say that no request can succeed: no valid key, no credit, no such model or route.
-HOPELESS = (401, 402, 404, 405)
 GIVE_UP_AFTER = 3  # requests in a row, no answer between them, each tried as often as it may be
 SAY_SECONDS = 30.0
-MESSAGE_CHARACTERS = 500
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointSettings:
-    """Where and how to ask.
-
-    url: without /v1. stall_timeout: seconds of silence after which a request is tried again. A request is tried
-    again `max_retries` times, after first_delay seconds and then twice as long each time, up to longest_delay; what a
-    server asks for in Retry-After is waited for, up to longest_told.
-    """
-
-    url: str
-    model: str
-    api_key: str | None = field(default=None, repr=False)
-    stall_timeout: float = 300.0
-    max_retries: int = 6
-    first_delay: float = 1.0
-    longest_delay: float = 60.0
-    longest_told: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +182,7 @@ class EndpointEngine:
 
     async def _persist(self, body: dict[str, Any]) -> Received:
         """Ask until there is an answer. Raises StatusError for a refusal, _Unanswered, EndpointError."""
+        settings = self.settings
         failures, answered = 0, self._answered
         while True:
             told = None
@@ -214,17 +191,17 @@ class EndpointEngine:
                 if received.finish_reason not in ("stop", "length", "loop", "content_filter"):
                     raise StreamError(f"the answer ended with finish_reason {received.finish_reason!r}")
             except httpx.ReadTimeout:
-                kind, message = "stall", f"nothing came for {self.settings.stall_timeout:g} s"
+                kind, message = "stall", f"nothing came for {settings.stall_timeout:g} s"
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 kind, message = "no connection", f"{type(error).__name__}: {error}"
             except httpx.HTTPError as error:
                 kind, message = "connection", f"{type(error).__name__}: {error}"
             except StreamError as error:
-                if error.code is not None:
-                    self._check_status(error.code, str(error), StatusError(error.code, str(error), {}))
+                if error.code is not None and error.code >= 400:
+                    raise_if_final(StatusError(error.code, str(error), {}), settings.url)
                 kind, message = "broken stream", str(error)
             except StatusError as error:
-                self._check_status(error.status, str(error), error)
+                raise_if_final(error, settings.url)
                 kind, message, told = str(error.status), f"{error.status}: {said(str(error))}", retry_after(error)
                 if error.status == 429 and self._answered > answered:
                     failures = 0  # the server works, it only has no room
@@ -233,49 +210,17 @@ class EndpointEngine:
                 self._given_up = 0
                 return received
             answered, failures = self._answered, failures + 1
-            if failures > self.settings.max_retries or (told or 0) > self.settings.longest_told:
+            if failures > settings.max_retries or (told or 0) > settings.longest_told:
                 wait = f", which asks for {told:g} s of patience" if told else ""
                 raise _Unanswered(
                     f"no answer in {failures} tries{wait}; the last one: {message}", kind == "no connection"
                 )
             self.retries[kind] += 1
-            delay = self._delay(failures, told)
-            self._say(f"endpoint {self.settings.url}: {message}; trying again in {delay:.0f} s")
+            delay = delay_before(failures, told, settings)
+            self._say(f"endpoint {settings.url}: {message}; trying again in {delay:.0f} s")
             await asyncio.sleep(delay)
-
-    def _check_status(self, status: int, message: str, refusal: StatusError) -> None:
-        """Raise for a status that trying again will not change."""
-        if status in HOPELESS or status < 400:
-            raise EndpointError(f"endpoint {self.settings.url}: {status}: {said(message)}")
-        if status < 500 and status not in TRY_AGAIN:
-            raise refusal
-
-    def _delay(self, failures: int, told: float | None) -> float:
-        """Doubling, up to a quarter off, so that requests which failed together do not come back together."""
-        settings = self.settings
-        delay = min(settings.first_delay * 2 ** (failures - 1), settings.longest_delay)
-        return max(delay * random.uniform(0.75, 1.0), told or 0.0)
 
     def _say(self, text: str) -> None:
         if time.monotonic() - self._said_at > SAY_SECONDS:
             self._said_at = time.monotonic()
             tqdm.write(text, file=sys.stderr)
-
-
-def said(body: str) -> str:
-    """The message in an error's body, as OpenAI's API and its likes write it, or the body's beginning."""
-    try:
-        found = json.loads(body)
-        found = found.get("error", found)
-        found = found.get("message", found) if isinstance(found, dict) else found
-    except (ValueError, AttributeError):
-        found = body
-    return str(found)[:MESSAGE_CHARACTERS]
-
-
-def retry_after(error: StatusError) -> float | None:
-    """Seconds that the server asks to wait, None if it does not say so in seconds."""
-    try:
-        return max(float(error.headers.get("retry-after", "")), 0.0)
-    except ValueError:  # none, or a date, which would need clocks that agree
-        return None

@@ -10,7 +10,8 @@ import httpx
 from peagle.client.server_facts import ASK_SECONDS, key_headers, read_server, root_url
 from peagle.data.chat_format import ChatFormat
 from peagle.data.completions import AnswerTokens
-from peagle.data.endpoint_engine import EndpointEngine, EndpointSettings
+from peagle.data.endpoint_engine import EndpointEngine
+from peagle.data.endpoint_retries import EndpointSettings
 from peagle.data.generate import GenerateJob, GeneratingTarget
 from peagle.engine.sampling_params import SamplingParams
 from peagle.errors import InputError
