@@ -88,9 +88,11 @@ async def receive(client: httpx.AsyncClient, url: str, body: dict[str, Any], loo
                 _take(received, chunk, body["prompt"])
             except (AttributeError, KeyError, TypeError, ValueError):
                 raise StreamError(f"an event is no piece of a completion: {str(chunk)[:200]}")
-            if received.token_ids is not None and received.finish_reason is None and watch.loops(received.token_ids):
-                received.finish_reason = "loop"
-                return received  # closing the stream makes the server drop the request
+            if received.token_ids is not None and received.finish_reason is None:
+                loop = watch.end(received.token_ids, False)
+                if loop:
+                    received.token_ids, received.finish_reason = received.token_ids[:loop], "loop"
+                    return received  # closing the stream makes the server drop the request
     if received.finish_reason is None:
         raise StreamError("the answer has no finish_reason" if done else "the stream ended before the answer did")
     _check_prompt(received.prompt_tokens, len(body["prompt"]))
@@ -130,7 +132,7 @@ def _check_prompt(told: int | None, sent: int) -> None:
 
 
 def exact_tokens(
-    received: Received, prompt: Sequence[int], params: SamplingParams, answer: AnswerTokens, loop_limit: int = 0
+    received: Received, prompt: Sequence[int], params: SamplingParams, answer: AnswerTokens
 ) -> tuple[list[int], str]:
     """The answer's token ids, the end token included, and why it ended: stop, length or loop.
 
@@ -154,8 +156,6 @@ def exact_tokens(
         ids.append(_end_token(received.stop_reason, params, answer))
     if reason != "loop" and not params.stop_strings:
         _check_count(len(ids), reason == "stop", received.completion_tokens)
-    if received.token_ids is None and (cut := LoopWatch(loop_limit).first_loop(ids)):
-        return ids[:cut], "loop"
     return ids, reason
 
 

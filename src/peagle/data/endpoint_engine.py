@@ -168,7 +168,7 @@ class EndpointEngine:
             received = await self._persist(body)
             if received.finish_reason == "content_filter":
                 return EndpointOutput(request_id, [], "refused", Refusal(200, "content_filter"))
-            ids, reason = exact_tokens(received, body["prompt"], params, self._answer_tokens, self._loop_limit)
+            ids, reason = exact_tokens(received, body["prompt"], params, self._answer_tokens)
         except StatusError as error:
             return EndpointOutput(request_id, [], "refused", Refusal(error.status, said(str(error))))
         except InexactAnswer as error:

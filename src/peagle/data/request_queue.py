@@ -35,22 +35,24 @@ class Refusal:
 
 
 class LoopWatch:
-    """Whether a growing answer loops, looked at every CHECK_EVERY tokens; a limit of 0 never finds one."""
+    """Where a growing answer begins to loop, looked at after every CHECK_EVERY tokens, however many come at a time.
+
+    A limit of 0 never finds a loop.
+    """
 
     def __init__(self, limit: int):
         self._limit = limit
         self._seen = 0
 
-    def loops(self, tokens: Sequence[int]) -> bool:
-        """Whether `tokens`, the answer so far, ends in a loop, if a look is due."""
-        before, self._seen = self._seen, len(tokens)
-        due = self._limit and self._seen // CHECK_EVERY > before // CHECK_EVERY
-        return bool(due) and is_looping(tokens, self._limit)
+    def end(self, tokens: Sequence[int], finished: bool) -> int:
+        """How many of `tokens`, the answer so far, there were at the first look that finds a loop; 0 if none does.
 
-    def first_loop(self, tokens: Sequence[int]) -> int:
-        """Tokens up to the first look that finds a loop in a whole answer, 0 if none does."""
-        looks = range(CHECK_EVERY, len(tokens), CHECK_EVERY)
-        return next((count for count in looks if self.loops(tokens[:count])), 0)
+        A finished answer's last token is not looked at, for there it has ended anyway.
+        """
+        last = len(tokens) - finished
+        looks = range((self._seen // CHECK_EVERY + 1) * CHECK_EVERY, last + 1, CHECK_EVERY) if self._limit else ()
+        self._seen = last
+        return next((at for at in looks if is_looping(tokens[max(at - self._limit, 0) : at], self._limit)), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +114,14 @@ class RequestQueue(Generic[Tag]):
             self.generated += len(output.new_token_ids)
             tokens = self._tokens[output.request_id]
             tokens.extend(int(token) for token in output.new_token_ids)
-            looping = not output.finished and self._watches[output.request_id].loops(tokens)
-            if looping:
+            loop = self._watches[output.request_id].end(tokens, output.finished)
+            if loop and not output.finished:
                 self._engine.abort(output.request_id)
-            if output.finished or looping:
+            if output.finished or loop:
                 del self._tokens[output.request_id], self._watches[output.request_id]
-                reason = "loop" if looping else str(output.finish_reason)
+                reason = "loop" if loop else str(output.finish_reason)
                 refusal = getattr(output, "refusal", None)  # the engine in the process refuses none
-                done.append(Completion(self._tags.pop(output.request_id), tokens, reason, refusal))
+                done.append(Completion(self._tags.pop(output.request_id), tokens[: loop or None], reason, refusal))
         return done
 
     def abort_all(self) -> None:
