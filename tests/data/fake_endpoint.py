@@ -16,7 +16,8 @@ from typing import Any
 class Reply:
     """One answer. stall: seconds of silence after the first token. cut: the connection breaks after it.
 
-    counted: what usage says of prompt and answer, by default the truth.
+    counted: what usage says of prompt and answer, by default the truth. prompt_told: prompt_token_ids, where not None.
+    raw: a piece that is sent first, whatever it is.
     """
 
     tokens: Sequence[int] = ()
@@ -27,6 +28,8 @@ class Reply:
     stall: float = 0.0
     cut: bool = False
     delay: float = 0.0
+    prompt_told: Sequence[int] | None = None
+    raw: Any = None
     prompt_counted: int | None = None
     answer_counted: int | None = None
 
@@ -107,6 +110,8 @@ def handler(fake: FakeEndpoint) -> type[BaseHTTPRequestHandler]:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
+            if reply.raw is not None:
+                self.event(reply.raw)
             tokens = list(reply.tokens)[: body["max_tokens"]]
             for index, token in enumerate(tokens):
                 if index:
@@ -115,6 +120,8 @@ def handler(fake: FakeEndpoint) -> type[BaseHTTPRequestHandler]:
                     return
                 text = fake.decode([token]) if token > 2 else ""  # special tokens are not shown
                 ids = {} if fake.text_only or "return_token_ids" not in body else {"token_ids": [token]}
+                if reply.prompt_told is not None and not index:
+                    ids["prompt_token_ids"] = list(reply.prompt_told)
                 self.event({"choices": [{"index": 0, "text": text, **ids, "finish_reason": None}]})
             finish = reply.finish if len(tokens) == len(reply.tokens) else "length"
             self.event({"choices": [{"index": 0, "text": "", "finish_reason": finish}]})

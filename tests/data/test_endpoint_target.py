@@ -97,6 +97,8 @@ FAILURES = {
     "500": Reply(status=500),
     "stall": Reply([70, 71, END], stall=1.0),
     "broken stream": Reply([70, 71, END], finish="abort"),
+    "no piece": Reply([70, END], raw={"choices": [{"token_ids": [None]}]}),
+    "an error": Reply([70, END], raw={"error": {"message": "the engine died", "code": 500}}),
 }
 
 
@@ -108,7 +110,7 @@ def test_what_fails_is_tried_again(folder, chat, story, kind):
     with fake_endpoint(reply, chat.tokenizer.decode) as fake:
         report, engine = run(folder, fake)
     assert report.conversations == COUNT
-    assert engine.retries == {kind: 2}
+    assert engine.retries == {kind if kind in ("429", "503", "500", "stall") else "broken stream": 2}
     assert open_dataset(folder / "answers").answer_lengths.tolist() == [len(story)] * COUNT
 
 
@@ -182,6 +184,16 @@ def test_refusals_are_kept_apart_and_not_asked_again(folder, chat, story):
         assert report.conversations == 2
     assert len(open_dataset(folder / "answers")) == COUNT
     assert not (folder / "answers" / "refused.jsonl").exists()
+
+
+def test_a_refusal_in_the_stream(folder, chat, story):
+    refusal = Reply([70, END], raw={"error": {"message": "too long", "code": 400}})
+    with fake_endpoint(
+        lambda body, n: refusal if number_of(body, chat) == 3 else Reply(story), chat.tokenizer.decode
+    ) as fake:
+        report, _ = run(folder, fake)
+    assert report.conversations == COUNT - 1
+    assert [(line["status"], line["message"]) for line in refused_lines(folder)] == [(400, "too long")]
 
 
 def test_a_content_filter_is_a_refusal(folder, chat, story):
@@ -313,6 +325,7 @@ def test_a_server_that_refuses_fields_of_vllm(folder, chat, story):
     ("reply", "message"),
     [
         (Reply([70, END], prompt_counted=7), r"counted 7 prompt tokens where \d+ were sent"),
+        (Reply([70, END], prompt_told=[70, 71]), "read other prompt tokens than were sent"),
         (Reply([70, 400, END]), "token id 400, outside the target's vocabulary of 300"),
         (Reply(status=401, message="no key"), "401: no key"),
         (Reply(status=400, message="only text"), r"refuses a completion of token ids \(400: only text\)"),

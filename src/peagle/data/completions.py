@@ -86,6 +86,8 @@ async def receive(client: httpx.AsyncClient, url: str, body: dict[str, Any], loo
                 continue
             try:
                 _take(received, chunk, body["prompt"])
+            except EndpointError:  # a ValueError too
+                raise
             except (AttributeError, KeyError, TypeError, ValueError):
                 raise StreamError(f"an event is no piece of a completion: {str(chunk)[:200]}")
             if received.token_ids is not None and received.finish_reason is None:
