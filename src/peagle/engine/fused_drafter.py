@@ -8,24 +8,15 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.kernels.fused_layer import LayerWeights, one_product, rope_rows, run_layer, tune_layers, weight_and_bias
+from peagle.kernels.fused_layer import LayerWeights, layer_products, rope_rows, run_layer, tune_layers
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.paged_attention import KVCache, PagedBatch
 
 
 def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
     config, attention, mlp = drafter.config, layer.self_attn, layer.mlp
-    qkv, qkv_bias = one_product([attention.q_proj, attention.k_proj, attention.v_proj])
-    o, o_bias = weight_and_bias(attention.o_proj)
-    gate_up, _ = one_product([mlp.gate_proj, mlp.up_proj])
-    down, _ = weight_and_bias(mlp.down_proj)
     return LayerWeights(
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        o=o,
-        o_bias=o_bias,
-        gate_up=gate_up,
-        down=down,
+        *layer_products(attention, mlp),
         post_norm=layer.post_attention_layernorm.weight,
         q_norm=None,
         k_norm=None,

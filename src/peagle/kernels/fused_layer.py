@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,15 @@ def one_product(linears: list[nn.Module]) -> tuple[Weight, Tensor | None]:
 def weight_and_bias(linear: nn.Module) -> tuple[Weight, Tensor | None]:
     """A single linear's; one of another class, which may have its own layout, is kept as a whole."""
     return (linear.weight, linear.bias) if type(linear) is nn.Linear else (linear, None)
+
+
+def layer_products(attention: Any, mlp: Any) -> tuple[Weight, Tensor | None, Weight, Tensor | None, Weight, Weight]:
+    """The first six of a layer's `LayerWeights`, from modules named as Transformers names them."""
+    qkv, qkv_bias = one_product([attention.q_proj, attention.k_proj, attention.v_proj])
+    o, o_bias = weight_and_bias(attention.o_proj)
+    gate_up, _ = one_product([mlp.gate_proj, mlp.up_proj])
+    down, _ = weight_and_bias(mlp.down_proj)
+    return qkv, qkv_bias, o, o_bias, gate_up, down
 
 
 def join_linears(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from peagle.kernels.fused_layer import (
     LayerWeights,
-    one_product,
+    layer_products,
     rope_rows,
     run_layer,
     tune_layers,
-    weight_and_bias,
 )
 from peagle.kernels.joined_linear import JoinedPart, join_children
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
@@ -55,19 +54,10 @@ class FusedDecoder:
 def layer_weights(layer: Any) -> LayerWeights:
     """What `run_layer` needs of a layer of Transformers. Weights are joined, not copied."""
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = one_product([getattr(attention, name) for name in QKV])
-    o, o_bias = weight_and_bias(attention.o_proj)
-    gate_up, _ = one_product([getattr(mlp, name) for name in GATE_UP])
-    down, _ = weight_and_bias(mlp.down_proj)
     post_norm, q_norm = layer.post_attention_layernorm, getattr(attention, "q_norm", None)
     head_dim = int(attention.head_dim)
     return LayerWeights(
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        o=o,
-        o_bias=o_bias,
-        gate_up=gate_up,
-        down=down,
+        *layer_products(attention, mlp),
         post_norm=post_norm.weight,
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if q_norm is None else attention.k_norm.weight,
