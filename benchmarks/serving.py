@@ -25,11 +25,11 @@ from peagle.bench.report_tables import number
 from peagle.bench.summary import Point, points_of
 from peagle.bench.sweep import SweepOptions
 from peagle.bench.tables import align
-from peagle.bench.target_text import read_target_text
 from peagle.bench.terminal_screen import TerminalScreen
 from peagle.bench.workloads import load_workload
 from peagle.cli.bench import quiet_transformers
 from peagle.errors import InputError
+from peagle.target.text import read_target_text
 
 
 def table(points: list[Point]) -> str:

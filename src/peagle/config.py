@@ -37,6 +37,9 @@ class SpeculativeConfig:
     draft_weight_dtype (not in vLLM): how the drafter's weights, and the LM head as it reads it, are kept: "target" in
     the target's dtype, "float16" halved, which only a CPU with a float32 target can; "auto" halves them where that is
     so. The output stays the target's either way.
+
+    confidence_threshold (not in vLLM; a CPU only): drafts whose joint probability, by the drafter, is below it are not
+    verified, which saves their rows; 0 verifies all. No output depends on it.
     """
 
     model: str
@@ -48,6 +51,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     num_speculative_tokens_per_batch_size: DraftTable | None = None
     draft_weight_dtype: WeightDtype = "auto"
+    confidence_threshold: float = 0.0
 
     def __post_init__(self) -> None:
         if self.method != "eagle3":
@@ -63,6 +67,9 @@ class SpeculativeConfig:
         if self.draft_weight_dtype not in get_args(WeightDtype):
             choices = ", ".join(get_args(WeightDtype))
             raise InputError(f"draft_weight_dtype: got {self.draft_weight_dtype!r}, expected one of {choices}")
+        threshold = self.confidence_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
+            raise InputError(f"confidence_threshold: got {threshold!r}, expected a number from 0 to less than 1")
         if self.synthetic_acceptance_rates is not None:
             object.__setattr__(self, "synthetic_acceptance_rates", tuple(self.synthetic_acceptance_rates))
         self._check_synthetic()

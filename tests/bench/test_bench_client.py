@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from peagle.bench.counters import parse_counters, spec_between
-from peagle.bench.endpoints import read_counters, read_server, reset_prefix_cache, root_url
+from peagle.bench.endpoints import read_counters, reset_prefix_cache
 from peagle.bench.load_client import Endpoint, Sampling, run_load
 from peagle.bench.questions import Questions
 from peagle.bench.records import Run
 from peagle.bench.serving_metrics import request_lists, serving_metrics
-from peagle.bench.sse import EventBuffer
 from peagle.bench.workloads import Workload
+from peagle.client.server_facts import read_server, root_url
+from peagle.client.sse import EventBuffer
 from peagle.data.prompts import make_prompt
 from peagle.errors import InputError
 from tests.bench.fake_server import FakeServer, fake_server

@@ -9,11 +9,11 @@ from peagle.bench.conversations import Chat
 from peagle.bench.in_process import run_in_process
 from peagle.bench.load_client import Sampling
 from peagle.bench.questions import Questions
-from peagle.bench.target_text import read_target_text
 from peagle.bench.workloads import Workload
 from peagle.config import EngineConfig
 from peagle.data.prompts import make_prompt
 from peagle.engine.engine import Engine
+from peagle.target.text import read_target_text
 from tests.bench.scripted import ScriptedEngine
 
 SCRIPT = [(0, 0), (3, 2), (3, 0)]

@@ -21,8 +21,8 @@ from peagle.bench.server_commands import (
     vllm_command,
 )
 from peagle.bench.server_process import ServerStartError, free_port, running_server
-from peagle.bench.target_text import read_target_text
 from peagle.errors import InputError
+from peagle.target.text import read_target_text
 
 HEALTHY = """
 import http.server, signal, subprocess, sys

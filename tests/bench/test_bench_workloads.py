@@ -10,10 +10,10 @@ import pytest
 from peagle.bench.conversations import Chat
 from peagle.bench.questions import Questions
 from peagle.bench.records import Record
-from peagle.bench.target_text import read_target_text
 from peagle.bench.workloads import Workload, load_workload, load_workloads
 from peagle.data.prompts import make_prompt
 from peagle.errors import InputError
+from peagle.target.text import read_target_text
 
 
 @pytest.fixture(scope="module")

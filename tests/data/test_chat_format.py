@@ -70,3 +70,10 @@ def test_no_template():
         ChatFormat(make_tokenizer(template=None), [END])
     with pytest.raises(InputError, match="does not show the user's words"):
         ChatFormat(make_tokenizer(template="hello"), [END])
+
+
+def test_the_token_that_ends_an_answer(tokenizer):
+    assert ChatFormat(tokenizer, [END]).end_of_answer_id == END
+    assert ChatFormat(tokenizer, [END, 1]).end_of_answer_id == END, "the template's"
+    assert ChatFormat(tokenizer, [1]).end_of_answer_id == 1, "the target never stops on the template's"
+    assert ChatFormat(tokenizer, [0, 1]).end_of_answer_id is None

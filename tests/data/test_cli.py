@@ -56,6 +56,12 @@ def test_check_and_merge(folder, tmp_path):
         (["--temperature", "hot", "--prompts", "x"], "--temperature 'hot'"),
         (["--chat-template-kwargs", "[]", "--prompts", "x"], "expected a JSON object"),
         ([], "nothing to answer"),
+        (["--endpoint", "http://x", "--prompts", "x", "--concurrency", "0"], "--concurrency 0"),
+        (["--endpoint", "http://x", "--prompts", "x", "--max-retries", "-1"], "--max-retries -1"),
+        (["--endpoint", "http://x", "--prompts", "x", "--device", "cpu"], "--device: only for the engine in this"),
+        (["--endpoint", "http://x", "--prompts", "x", "--window", "9"], "--window: only for the engine in this"),
+        (["--concurrency", "4", "--prompts", "x"], "--concurrency: only for an --endpoint"),
+        (["--retry-refused", "--prompts", "x"], "--retry-refused: only for an --endpoint"),
     ],
 )
 def test_bad_arguments(tmp_path, arguments, message):
@@ -65,7 +71,7 @@ def test_bad_arguments(tmp_path, arguments, message):
 
 
 def test_help_needs_no_heavy_import():
-    heavy = "{'torch', 'transformers', 'rich', 'pyarrow'}"
+    heavy = "{'torch', 'transformers', 'rich', 'pyarrow', 'httpx'}"
     code = f"import sys; import peagle.cli.data; print(sorted({heavy} & set(sys.modules)))"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

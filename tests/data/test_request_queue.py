@@ -1,4 +1,6 @@
-from peagle.data.request_queue import RequestQueue, is_looping
+import pytest
+
+from peagle.data.request_queue import LoopWatch, RequestQueue, is_looping
 from peagle.engine.sampling_params import SamplingParams
 from tests.data.conftest import END, FakeEngine
 
@@ -22,6 +24,19 @@ def test_tags_come_back_with_their_tokens():
     assert queue.generated == 6
 
 
+@pytest.mark.parametrize("at_a_time", [1, 3, 32, 45, 300])
+def test_a_loop_ends_at_the_same_token_however_many_come_at_a_time(at_a_time):
+    answer = [*range(50), *([7, 8, 9] * 100)]
+    watch, at = LoopWatch(64), 0
+    while not (end := watch.end(answer[:at], at >= len(answer))):
+        assert at < len(answer)
+        at += at_a_time
+    assert end == 128
+    assert LoopWatch(64).end(answer[:129], True) == 128
+    assert LoopWatch(64).end(answer[:128], True) == 0, "its last token came with its end"
+    assert LoopWatch(0).end(answer, False) == 0
+
+
 def test_looping_answers_are_ended():
     answers = {1: [*range(50), *([7, 8, 9] * 200)], 2: list(range(600)), 3: [*range(50), *([7] * 200), END]}
     engine = FakeEngine(lambda prompt, params: answers[prompt[0]])
@@ -33,7 +48,7 @@ def test_looping_answers_are_ended():
         assert done[2] == (answers[2], "length")
         if limit:
             assert done[1][1] == done[3][1] == "loop"
-            assert 50 + limit <= len(done[1][0]) < 50 + limit + 64
+            assert len(done[1][0]) == 128, "at a look, though three tokens come at a time"
             assert answers[1][: len(done[1][0])] == done[1][0]
         else:
             assert done[1] == (answers[1], "length")

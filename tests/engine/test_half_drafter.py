@@ -20,6 +20,7 @@ from tests.engine.test_drafter_rows import PROMPT, dense_eagle3, dense_p_eagle, 
 
 pytestmark = pytest.mark.skipif(not has_half(), reason="this build of PyTorch has no FBGEMM")
 
+PRODUCTS = 2 * 4 + 1  # of two layers with q, k and v joined, and gate and up; fc
 KINDS = pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
 
 
@@ -37,7 +38,7 @@ def test_logits_against_a_dense_forward(
     target: Target, plain: list[list[int]], kind: str, weight_dtype: str, tolerance: float
 ) -> None:
     drafter = prepare_drafter(tiny_head(target, kind), target, weight_dtype)  # type: ignore[arg-type]
-    assert count_halved(drafter) == (0 if weight_dtype == "target" else 15)
+    assert count_halved(drafter) == (0 if weight_dtype == "target" else PRODUCTS)
     engine = make_engine(target, drafter, 5, block_size=4)
     replay(engine, {"0": PROMPT + plain[5]}, [0, 3, 5, 1, 4, 2])
     steps = record(engine)
@@ -107,7 +108,7 @@ def test_loading(target_folder: Callable[[str], Path], tmp_path: Path, kind: str
     head = str(save_drafter(tiny_head(loaded, kind), tmp_path / kind))
     engine = load_engine(loaded, {"model": head, "num_speculative_tokens": 3})
     assert engine.drafter is not None
-    assert count_halved(engine.drafter) == 15
+    assert count_halved(engine.drafter) == PRODUCTS
     assert engine.drafter.fc.weight is not None
     assert not any("lm_head" in name for name in engine.drafter.state_dict())
     shared = loaded.draft_lm_head
@@ -128,7 +129,7 @@ def test_loading(target_folder: Callable[[str], Path], tmp_path: Path, kind: str
 
 def test_an_own_lm_head(target: Target) -> None:
     drafter = halved(target, "p-eagle", own_lm_head=True, own_embed_tokens=True)
-    assert count_halved(drafter) == 16
+    assert count_halved(drafter) == PRODUCTS + 1
     exact = tiny_head(target, "p-eagle", own_lm_head=True, own_embed_tokens=True)
     rows = torch.randn(7, target.hidden_size)
     torch.testing.assert_close(drafter.logits(rows), exact.logits(rows), atol=1e-2, rtol=1e-2)

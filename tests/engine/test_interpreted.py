@@ -14,7 +14,7 @@ from peagle.engine import Engine, SamplingParams, fused_drafter
 from peagle.engine.fused_drafter import FusedDrafter
 from peagle.kernels import fused_layer
 from peagle.target import Target, load_target, paged_attention
-from peagle.target import fused as fused_target
+from peagle.target import fused as target_fused
 from peagle.target.fused import fuse_decoder_layers
 from tests.engine.helpers import ASCII, SEQUENCES, greedy, make_engine, run, tiny_head
 
@@ -33,16 +33,21 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs th
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every place that has a kernel takes it; steps that only decode run in fixed shapes."""
 
-    def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *_: Any) -> None:
         write_kv_triton(k, v, k_cache.view(-1, *k.shape[1:]), v_cache.view(-1, *v.shape[1:]), slots)
 
     def attend(q: Tensor, cache: tuple[Tensor, Tensor], batch: Any, *args: Any) -> Tensor:
         return paged_attention_triton(q, *cache, batch, *args, num_splits=2 if batch.max_query_len <= 8 else 1)
 
+    def rope(*args: Any) -> Tensor:
+        return fused_layer_triton.rope_and_write_triton(*args[:-1], args[-1].slot_mapping)
+
     monkeypatch.setattr(paged_attention, "write_kv", write)
     monkeypatch.setattr(paged_attention, "attend_written", attend)
     monkeypatch.setattr(fused_layer, "attend_written", attend)
-    monkeypatch.setattr(fused_layer, "rope_and_write", fused_layer_triton.rope_and_write_triton)
+    monkeypatch.setattr(fused_layer, "rope_and_write", rope)
+    for module in (target_fused, fused_drafter):
+        monkeypatch.setattr(module, "rope_rows", lambda cos, sin: (cos, sin))
     monkeypatch.setattr(fused_layer, "add_rms_norm", fused_layer_triton.add_rms_norm_triton)
     monkeypatch.setattr(fused_layer, "silu_and_mul", fused_layer_triton.silu_and_mul_triton)
     for name in ("expand_draft_batch", "expand_draft_batch_on_host"):
@@ -83,7 +88,7 @@ def test_same_as_eager(
             monkeypatch.setattr(module, "attend_written", attend_in_one_tile)
     if chained:
         chain = Chain(is_early=False)
-        for layers in (fused_target, fused_drafter):
+        for layers in (target_fused, fused_drafter):
             monkeypatch.setattr(layers, "chain_for", lambda x: chain if len(x) <= MAX_ROWS else None)
     fuse_decoder_layers(target)
     engine = make_engine(target, drafter, 3)

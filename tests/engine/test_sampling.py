@@ -84,7 +84,9 @@ def p_values(
         monkeypatch.setattr(engine.draft_planner, "_choose", lambda _: next(numbers))
         monkeypatch.setattr(engine.draft_planner, "_joins", lambda *_: True)
     # what a head proposes does not matter here, so none is run
-    monkeypatch.setattr(engine.runner.draft_pass, "propose", lambda _batch, v: DRAFTS.expand(len(v.num_drafts), -1))
+    monkeypatch.setattr(
+        engine.runner.draft_pass, "propose", lambda _batch, v: (DRAFTS.expand(len(v.num_drafts), -1), v.num_drafts)
+    )
     params = SamplingParams(max_tokens=3, temperature=TEMPERATURE, top_p=top_p)
     tokens = np.array([r.output_token_ids for r in run(engine, [PROMPT] * SAMPLES, params)])
     values = []

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from peagle.kernels import half_linear
-from peagle.kernels.half_linear import HalfLinear, fits_half, halve_linears, has_half
+from peagle.kernels.half_linear import HalfLinear, fits_half, halve_linears, has_half, is_half
 from peagle.kernels.packed_linear import PackedLinear, can_pack, pack_linears
 
 pytestmark = pytest.mark.skipif(not has_half(), reason="this build of PyTorch has no FBGEMM")
@@ -98,9 +98,49 @@ def test_a_build_without_fbgemm(monkeypatch):
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack_fp16 NoQEngine")
 
     has_half.cache_clear()
-    monkeypatch.setattr(half_linear, "pack_half", refuse)
+    monkeypatch.setattr(half_linear, "half_product", refuse)
     try:
         assert not has_half()
         assert halve_linears(nn.Sequential(nn.Linear(4, 4))) == 0
     finally:
         has_half.cache_clear()
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (1536, 576), (577, 130)])
+def test_a_row_alone_and_among_others(inputs, outputs):
+    """As near as sums in another order are: FBGEMM adds up one or two rows that are left over in its own."""
+    torch.manual_seed(0)
+    half = HalfLinear(nn.Linear(inputs, outputs).half().float())
+    x = torch.randn(130, inputs)
+    with torch.no_grad():
+        together = half(x)
+        for rows in (*range(1, 17), 31, 121):
+            torch.testing.assert_close(half(x[:rows]), together[:rows], rtol=1e-5, atol=2e-6)
+    assert half(x[:0]).shape == (0, outputs)
+
+
+def test_what_float16_holds_exactly():
+    """Down to its subnormal numbers: products with them are exact too."""
+    torch.manual_seed(0)
+    exact = nn.Linear(96, 72, bias=False)
+    with torch.no_grad():
+        exact.weight[:36] *= 1e-6
+        exact.weight[40] *= 1e5
+        exact.weight.copy_(exact.weight.half())
+        assert is_half(exact.weight)
+        x = torch.randn(5, 96)
+        expected = (x.double() @ exact.weight.double().T).float()
+        torch.testing.assert_close(HalfLinear(exact)(x), expected, rtol=1e-4, atol=1e-12)
+    for value in (1 + 2**-12, 70_000.0, 2.0**-26, float("nan")):
+        weight = torch.ones(7, 3)
+        weight[6, 2] = value
+        assert not is_half(weight)
+    assert is_half(torch.tensor([[1 + 2**-10, -65504.0, 2.0**-24, 0.0]]))
+
+
+def test_only_exact_ones_when_asked():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24).bfloat16().float(), nn.Linear(24, 16))
+    assert halve_linears(model, exact=True) == 1
+    assert isinstance(model[0], HalfLinear)
+    assert type(model[1]) is nn.Linear

@@ -17,6 +17,15 @@ def test_equals_the_formula(shape):
     torch.testing.assert_close(FusedRMSNorm(weight, 1e-6)(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+def test_rows_of_any_size(eps):
+    """Down to rows in which only eps counts; eps of 0 is left to PyTorch."""
+    torch.manual_seed(0)
+    weight, x = nn.Parameter(torch.randn(576)), torch.randn(4, 576) * torch.tensor([1e3, 1.0, 1e-3, 1e-9])[:, None]
+    expected = (x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + eps) * weight).float()
+    torch.testing.assert_close(FusedRMSNorm(weight, eps)(x), expected, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_target_computes_the_same_afterwards(target_folder, name):
     """Gemma's norms multiply by 1 + weight and stay; every norm of the others is replaced."""
@@ -26,6 +35,7 @@ def test_a_target_computes_the_same_afterwards(target_folder, name):
     norms = [m for m in target.model.modules() if type(m).__name__.endswith("RMSNorm")]
     replaced = fuse_rms_norms(target.model)
     assert replaced == (0 if name.startswith("gemma") else len(norms))
+    assert fuse_rms_norms(target.model) == 0
     after = target.encode(ids, (1, 3, 6))
     torch.testing.assert_close(after.aux, before.aux, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(after.hidden, before.hidden, rtol=1e-4, atol=1e-4)

@@ -120,7 +120,7 @@ class GivenEndpoint:
 
 def parse_endpoint(text: str) -> GivenEndpoint:
     """Raises InputError naming the option."""
-    from peagle.bench.endpoints import root_url
+    from peagle.client.server_facts import root_url
 
     url, *options = text.split(",")
     values: dict[str, str] = {}

@@ -20,11 +20,12 @@ from peagle.bench.load_client import Endpoint, OnRecord, Sampling, run_load
 from peagle.bench.questions import Questions
 from peagle.bench.records import Run
 from peagle.bench.server_process import free_port, running_server
-from peagle.bench.target_text import TargetText
 from peagle.bench.workloads import Workload
+from peagle.client.server_facts import read_server
 from peagle.errors import InputError
 from peagle.target.facts import read_target_config
 from peagle.target.model import Target
+from peagle.target.text import TargetText
 
 # Counters of a server may reach /metrics a moment after the last token has reached the client.
 COUNTER_SECONDS = 0.25
@@ -121,7 +122,7 @@ class OverHttp:
     target: Target | None = None
 
     def __init__(self, endpoint: Endpoint, chat: Chat | None, sampling: Sampling, command: str, own: bool) -> None:
-        told = endpoints.read_server(endpoint.url, endpoint.api_key)
+        told = read_server(endpoint.url, endpoint.api_key)
         self.endpoint, self.chat, self.sampling = endpoint, chat, sampling
         self.max_model_len = told.max_model_len
         self.command, self.own = command, own
@@ -194,7 +195,7 @@ class Backends:
         )  # fmt: skip
 
     def _given(self, given: GivenEndpoint) -> Backend:
-        told = endpoints.read_server(given.url, self.settings.api_key)
+        told = read_server(given.url, self.settings.api_key)
         chat_api = given.api == "chat"
         endpoint = self._endpoint(given.url, given.model or told.model, chat_api, self.settings.api_key, False)
         return OverHttp(
@@ -218,7 +219,7 @@ class Backends:
             command = server_commands.vllm_command(self.text.source, settings, args)
         url, log = f"http://127.0.0.1:{port}", self.logs / f"{setup.engine}-{setup.method}-k{setup.k}.log"
         with running_server(command, url, log, server_commands.server_env(command), s.start_timeout):
-            model = endpoints.read_server(url).model
+            model = read_server(url).model
             endpoint = self._endpoint(url, model, False, None, True)
             yield OverHttp(endpoint, self.chat, s.sampling, shlex.join(command), True)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from peagle.bench.arms import Arm, GivenEndpoint, Setup, plan_arms
 from peagle.bench.backends import Backends, RunSettings
-from peagle.bench.endpoints import read_server
 from peagle.bench.results_file import GROWING, ResultsFile, open_results
 from peagle.bench.sweep import Screen, Sweep, SweepOptions
-from peagle.bench.target_text import TargetText
 from peagle.bench.workloads import Workload
+from peagle.client.server_facts import read_server
 from peagle.errors import InputError
+from peagle.target.text import TargetText
 
 RESULTS = "results.jsonl"
 

@@ -21,7 +21,9 @@ from peagle.target.model import Target
 # The fastest K of the bundled heads on two CPU cores (`peagle demo --sweep`, docs/benchmarks.md); to be measured again
 # when the heads change.
 BEST_K_EAGLE3 = 3
-BEST_K_P_EAGLE = 3
+BEST_K_P_EAGLE = 5
+# On a CPU, where a row more costs: drafts that are likelier wrong than worth their row are not verified.
+CONFIDENCE_THRESHOLD = 0.05
 SWEPT_KS = range(1, 9)
 WARM_UP_TOKENS = 16
 

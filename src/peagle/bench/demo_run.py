@@ -33,6 +33,7 @@ class DemoSettings:
     p_eagle: str | None
     k_eagle3: int | None = None
     k_p_eagle: int | None = None
+    confidence_threshold: float | None = None
     sweep: bool = False
     prompts: Sequence[str] = ()
     max_tokens: int = 128
@@ -53,8 +54,11 @@ def run_demo(settings: DemoSettings) -> dict[str, Any]:
     screen.line(f"{settings.target} on {machine_line(facts)}")
 
     best = {EAGLE3: settings.k_eagle3 or demo.BEST_K_EAGLE3, P_EAGLE: settings.k_p_eagle or demo.BEST_K_P_EAGLE}
+    threshold = settings.confidence_threshold
+    if threshold is None:
+        threshold = demo.CONFIDENCE_THRESHOLD if target.device.type == "cpu" else 0.0
     engines = {
-        name: _engines(target, head, name == P_EAGLE, max_model_len)
+        name: _engines(target, head, name == P_EAGLE, threshold, max_model_len)
         for name, head in ((EAGLE3, settings.eagle3), (P_EAGLE, settings.p_eagle))
         if head is not None
     }
@@ -93,7 +97,7 @@ def run_demo(settings: DemoSettings) -> dict[str, Any]:
     ]
     heads = {"target": settings.target, "eagle3": settings.eagle3, "p_eagle": settings.p_eagle}
     return {
-        "settings": {**heads, "max_tokens": settings.max_tokens},
+        "settings": {**heads, "max_tokens": settings.max_tokens, "confidence_threshold": threshold},
         "machine": facts,
         **demo.report(modes, prompts, answers, texts, rows, found, points),
     }
@@ -112,10 +116,16 @@ def _engine_config(max_model_len: int) -> EngineConfig:
     return EngineConfig(max_num_seqs=1, max_model_len=max_model_len, enable_prefix_caching=False)
 
 
-def _engines(target: Target, head: str, parallel: bool, max_model_len: int) -> Callable[[int], Engine]:
+def _engines(
+    target: Target, head: str, parallel: bool, threshold: float, max_model_len: int
+) -> Callable[[int], Engine]:
     """Engines for one request at a time around the one loaded target, by K."""
     config = _engine_config(max_model_len)
-    return lambda k: load_engine(target, SpeculativeConfig(head, k, parallel_drafting=parallel), config=config)
+    return lambda k: load_engine(
+        target,
+        SpeculativeConfig(head, k, parallel_drafting=parallel, confidence_threshold=threshold),
+        config=config,
+    )
 
 
 def _sweep(

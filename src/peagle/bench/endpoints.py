@@ -1,71 +1,17 @@
-"""What a server says about itself: its model, its counters, and whether its cache can be emptied."""
+"""A server's counters, and whether its cache can be emptied."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import httpx
 
 from peagle.bench.counters import Counters, parse_counters
-from peagle.errors import InputError
-
-ASK_SECONDS = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """model: the first that it lists. max_model_len and version are None where it does not tell."""
-
-    model: str
-    max_model_len: int | None
-    version: str | None
-
-
-def root_url(url: str) -> str:
-    """`http://host:8000/v1/` -> `http://host:8000`."""
-    if not url.startswith(("http://", "https://")):
-        raise InputError(f"--endpoint {url}: expected a URL that begins with http:// or https://")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def _headers(api_key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-
-def read_server(url: str, api_key: str | None = None) -> ServerFacts:
-    """Raises InputError with the reason when the server is down, refuses or serves no model."""
-    try:
-        response = httpx.get(f"{url}/v1/models", headers=_headers(api_key), timeout=ASK_SECONDS, trust_env=False)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise InputError(f"endpoint {url}: no answer from /v1/models ({type(error).__name__}: {error})")
-    if response.status_code != 200:
-        raise InputError(
-            f"endpoint {url}: /v1/models answered {response.status_code}, expected 200: {response.text.strip()[:300]}"
-        )
-    try:
-        models: list[dict[str, Any]] = response.json()["data"]
-        first = models[0]
-        name = str(first["id"])
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise InputError(f"endpoint {url}: /v1/models names no model: {response.text.strip()[:300]}")
-    length = first.get("max_model_len")
-    return ServerFacts(name, int(length) if length else None, read_version(url, api_key))
-
-
-def read_version(url: str, api_key: str | None = None) -> str | None:
-    """From /version, which vLLM and this project's server have."""
-    try:
-        response = httpx.get(f"{url}/version", headers=_headers(api_key), timeout=ASK_SECONDS, trust_env=False)
-        return str(response.json()["version"]) if response.status_code == 200 else None
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return None
+from peagle.client.server_facts import ASK_SECONDS, key_headers
 
 
 def read_counters(url: str, api_key: str | None = None) -> Counters | None:
     """From /metrics; None where there is none."""
     try:
-        response = httpx.get(f"{url}/metrics", headers=_headers(api_key), timeout=ASK_SECONDS, trust_env=False)
+        response = httpx.get(f"{url}/metrics", headers=key_headers(api_key), timeout=ASK_SECONDS, trust_env=False)
     except httpx.HTTPError:
         return None
     return parse_counters(response.text) if response.status_code == 200 else None
@@ -75,7 +21,7 @@ def reset_prefix_cache(url: str, api_key: str | None = None) -> bool:
     """Empty the prefix cache through vLLM's development route; False where the server has none."""
     try:
         response = httpx.post(
-            f"{url}/reset_prefix_cache", headers=_headers(api_key), timeout=ASK_SECONDS, trust_env=False
+            f"{url}/reset_prefix_cache", headers=key_headers(api_key), timeout=ASK_SECONDS, trust_env=False
         )
     except httpx.HTTPError:
         return False

@@ -6,7 +6,6 @@ Every request leaves a record. One that fails says how; nothing is retried, beca
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,8 @@ import httpx
 
 from peagle.bench.questions import Question, Questions
 from peagle.bench.records import Failure, Record, Run
-from peagle.bench.sse import EventBuffer
+from peagle.client.server_facts import key_headers
+from peagle.client.stream import StatusError, StreamError, stream_chunks
 
 ERROR_CHARACTERS = 500
 CONNECT_SECONDS = 10.0
@@ -48,11 +48,7 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-
-
-class StreamError(Exception):
-    """The stream is not, or does not hold, an answer."""
+        return key_headers(self.api_key)
 
 
 def run_load(
@@ -142,6 +138,8 @@ async def _ask(
         _fail(record, "stall", f"nothing came for {endpoint.stall_timeout:g} s")
     except httpx.HTTPError as error:
         _fail(record, "connection", f"{type(error).__name__}: {error}")
+    except StatusError as error:
+        _fail(record, "http", f"{error.status}: {error}")
     except StreamError as error:
         _fail(record, "stream", str(error))
     return record
@@ -156,27 +154,19 @@ async def _stream(
 ) -> None:
     path = "/v1/chat/completions" if endpoint.api == "chat" else "/v1/completions"
     started = record.start + origin
-    events, usage, done, arrived = EventBuffer(), None, False, 0.0
-    async with client.stream("POST", endpoint.url + path, json=body) as response:
-        if response.status_code != 200:
-            text = (await response.aread()).decode("utf-8", "replace").strip()
-            _fail(record, "http", f"{response.status_code}: {text or response.reason_phrase}")
-            return
-        async for received in response.aiter_bytes():
-            now = time.perf_counter()
-            for data in events.push(received):
-                if data == "[DONE]":
-                    done = True
-                    continue
-                chunk = parse_chunk(data)
-                usage = chunk.get("usage") or usage
-                if take_tokens(record, chunk):
-                    if arrived:
-                        record.itls.append(now - arrived)
-                    else:
-                        record.ttft = now - started
-                    arrived = now
-                    record.latency = now - started
+    usage, done, arrived = None, False, 0.0
+    async for now, chunk in stream_chunks(client, endpoint.url + path, body):
+        if chunk is None:
+            done = True
+            continue
+        usage = chunk.get("usage") or usage
+        if take_tokens(record, chunk):
+            if arrived:
+                record.itls.append(now - arrived)
+            else:
+                record.ttft = now - started
+            arrived = now
+            record.latency = now - started
     if record.finish_reason is None and not done:
         raise StreamError("the stream ended before the answer did")
     if not arrived:
@@ -188,20 +178,6 @@ async def _stream(
         return
     record.output_tokens = int(usage.get("completion_tokens") or 0)
     record.prompt_tokens = int(usage.get("prompt_tokens") or 0)
-
-
-def parse_chunk(data: str) -> dict[str, Any]:
-    """One event's JSON. Raises StreamError, also for an error that the server sends in the stream."""
-    try:
-        chunk = json.loads(data)
-    except json.JSONDecodeError as error:
-        raise StreamError(f"an event is no JSON ({error.msg}): {data[:200]}")
-    if not isinstance(chunk, dict):
-        raise StreamError(f"an event is no object: {data[:200]}")
-    if chunk.get("error") is not None or chunk.get("object") == "error":
-        said = chunk.get("error") or chunk
-        raise StreamError(str(said.get("message", said)) if isinstance(said, dict) else str(said))
-    return chunk
 
 
 def take_tokens(record: Record, chunk: dict[str, Any]) -> bool:

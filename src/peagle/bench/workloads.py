@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from peagle.bench.demo_prompts import DEMO_PROMPTS
-from peagle.bench.target_text import TargetText
 from peagle.data.prompts import Prompt, load_prompts, make_prompt, parse_source
 from peagle.errors import InputError
+from peagle.target.text import TargetText
 
 # Where the sets are on the Hub. Their authors' files are read as well: NAME=FILE.
 HUB = {

@@ -160,9 +160,9 @@ def bench(
     from peagle.bench.bench_run import Plan, check_plan, run_plan
     from peagle.bench.load_client import Sampling
     from peagle.bench.sweep import SweepOptions
-    from peagle.bench.target_text import read_target_text
     from peagle.bench.terminal_screen import TerminalScreen
     from peagle.bench.workloads import load_workloads
+    from peagle.target.text import read_target_text
 
     given = [parse_endpoint(text) for text in endpoint or ()]
     check_names(given)

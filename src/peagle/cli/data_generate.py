@@ -1,5 +1,7 @@
 """`peagle data generate`: prompts in, the target's own answers out."""
 
+import os
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,6 +75,38 @@ def generate(
         typer.Option(help="I/N: this process takes part I of N of the prompts. All parts write into the same folder."),
     ] = "1/1",
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Let this OpenAI-compatible server of TARGET answer; no weights are loaded here. Its key is read from "
+            "OPENAI_API_KEY.",
+        ),
+    ] = None,
+    endpoint_model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What the endpoint calls TARGET; default: the first that it lists."),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(metavar="N", help="Requests at the endpoint at once. Default 64.")
+    ] = None,
+    max_retries: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="How often a request to the endpoint is tried again, after 1, 2, 4, ... seconds, when it stalls, the "
+            "connection fails or the server answers 429 or 5xx. Default 6.",
+        ),
+    ] = None,
+    stall_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", min=0.1, help="An endpoint's request that is silent so long has failed, seconds. Default 300."
+        ),
+    ] = None,
+    retry_refused: Annotated[
+        bool, typer.Option("--retry-refused", help="Ask the endpoint again what it refused in an earlier run.")
+    ] = False,
     chat_template_kwargs: Annotated[
         str, typer.Option(help='JSON for the chat template, e.g. {"enable_thinking": false}.')
     ] = "{}",
@@ -96,7 +130,8 @@ def generate(
     """Write prompts' answers by TARGET into a folder of Parquet shards.
 
     Token ids are kept exactly as generated, with a mask of which of them are answers. A stopped run goes on where it
-    was when the same command is given again. Several processes (--shard) may fill one folder.
+    was when the same command is given again. Several processes (--shard) may fill one folder. With --endpoint a server
+    answers, and what it refuses is listed in refused.jsonl.
 
     Example: peagle data generate HuggingFaceTB/SmolLM2-135M-Instruct -o answers --prompts gsm8k.jsonl:limit=2000
     --self-prompts 10000 --exclude mt_bench.jsonl --temperature 0 --temperature 0.8
@@ -116,9 +151,29 @@ def generate(
         ("max-model-len", max_model_len),
         ("max-num-seqs", max_num_seqs),
         ("num-scheduler-steps", num_scheduler_steps),
+        ("concurrency", concurrency),
     ):
         if value is not None and value < 1:
             raise InputError(f"--{name} {value}: expected a positive number")
+    if max_retries is not None and max_retries < 0:
+        raise InputError(f"--max-retries {max_retries}: expected 0 or more")
+    refuse_useless(
+        endpoint is not None,
+        at_endpoint={
+            "endpoint-model": endpoint_model,
+            "concurrency": concurrency,
+            "max-retries": max_retries,
+            "stall-timeout": stall_timeout,
+            "retry-refused": retry_refused or None,
+        },
+        in_process={
+            "dtype": None if dtype == "auto" else dtype,
+            "device": device,
+            "max-num-seqs": max_num_seqs,
+            "window": None if window == 4096 else window,
+            "num-scheduler-steps": num_scheduler_steps,
+        },
+    )
     job = GenerateJob(
         output=output,
         prompts=tuple(prompts or ()),
@@ -139,6 +194,7 @@ def generate(
         turns=SelfPromptSettings(temperature=self_temperature, top_p=self_top_p, max_tokens=self_max_tokens, seed=seed),
         rows_per_shard=rows_per_shard,
         template_kwargs=json_object(chat_template_kwargs, "--chat-template-kwargs"),
+        retry_refused=retry_refused,
     )
 
     def open_target() -> GeneratingTarget:
@@ -164,4 +220,36 @@ def generate(
             window=window,
         )
 
-    run(job, open_target, typer.echo)
+    if endpoint is None:
+        run(job, open_target, typer.echo)
+        return
+    try:
+        from peagle.data.endpoint_retries import EndpointSettings
+        from peagle.data.endpoint_target import open_endpoint
+    except ImportError as error:
+        raise InputError(f"--endpoint needs httpx: pip install 'peagle[train]' ({error})") from error
+    given_settings = {"max_retries": max_retries, "stall_timeout": stall_timeout}
+    settings = EndpointSettings(
+        endpoint,
+        endpoint_model or "",
+        os.environ.get("OPENAI_API_KEY"),
+        **{key: value for key, value in given_settings.items() if value is not None},  # type: ignore[arg-type]
+    )
+
+    with ExitStack() as stack:
+
+        def ask_endpoint() -> GeneratingTarget:
+            generating, engine = open_endpoint(job, target, settings, concurrency or 64, max_model_len, typer.echo)
+            stack.enter_context(closing(engine))
+            stack.callback(lambda: typer.echo(engine.line()) if engine.line() else None)
+            return generating
+
+        run(job, ask_endpoint, typer.echo)
+
+
+def refuse_useless(endpoint: bool, at_endpoint: dict[str, Any], in_process: dict[str, Any]) -> None:
+    """Raise InputError for a given option that says nothing with, or without, an endpoint."""
+    for name, value in (in_process if endpoint else at_endpoint).items():
+        if value is not None:
+            where = "the engine in this process, not for an --endpoint" if endpoint else "an --endpoint"
+            raise InputError(f"--{name}: only for {where}")

@@ -58,6 +58,14 @@ def demo(
         int | None,
         typer.Option("--k-eagle3", metavar="K", min=1, help="Draft tokens a step; default: the bundled head's best."),
     ] = None,
+    confidence_threshold: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            min=0.0,
+            help="Drafts of a lower joint probability, by the head, are not verified; default: 0.05 on a CPU, else 0.",
+        ),
+    ] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="First measure K = 1 to 8 for both heads, then use each one's best.")
     ] = False,
@@ -113,6 +121,7 @@ def demo(
             p_eagle=p_eagle_head,
             k_eagle3=k_eagle3,
             k_p_eagle=k_p_eagle,
+            confidence_threshold=confidence_threshold,
             sweep=sweep,
             prompts=prompt or (),
             max_tokens=max_tokens,

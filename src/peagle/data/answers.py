@@ -8,7 +8,8 @@ from tqdm import tqdm
 
 from peagle.data.chat_format import ChatFormat
 from peagle.data.prompts import Prompt
-from peagle.data.request_queue import Completion, EngineLike, RequestQueue
+from peagle.data.refusals import RefusalFile
+from peagle.data.request_queue import Completion, EndpointError, EngineLike, RequestQueue
 from peagle.data.self_prompts import SelfPromptSettings, TurnFilter, stable_seed, turn_params
 from peagle.data.shards import Answer, ShardWriter
 from peagle.engine.sampling_params import SamplingParams
@@ -107,22 +108,26 @@ def write_answers(
     turn_filter: TurnFilter | None = None,
     turn_settings: SelfPromptSettings = SelfPromptSettings(),
     window: int = 2048,
+    refusals: RefusalFile | None = None,
 ) -> AnswerReport:
-    """Answer prompts and write rows as conversations finish; on Ctrl-C what is complete is written first.
+    """Answer prompts and write rows as conversations finish; on Ctrl-C, or when a server that is the engine goes down,
+    what is complete is written first.
 
     Args:
         max_model_len: longest sequence of the target; a prompt with no room left is skipped and counted.
         done: prompt ids (with temperatures) answered before; they are skipped.
         turn_filter: judges user turns that the target writes in later turns.
         window: requests kept in the engine, a few times what it batches.
+        refusals: where prompts go that a server refuses; those refused before are skipped. A conversation that was
+            refused in a later turn is left out as a whole.
 
     Raises:
-        InputError: the disk is full.
+        InputError: the disk is full; EndpointError, which is one, for a server that is down.
     """
     report = AnswerReport()
     turn_filter = turn_filter or TurnFilter(chat, turn_settings)
     queue: RequestQueue[_Conversation] = RequestQueue(engine, window, settings.loop_limit)
-    todo = _pending(prompts, settings, done or {}, report)
+    todo = _pending(prompts, settings, done or {}, refusals.before if refusals else {}, report)
     bar = tqdm(total=len(todo), desc="answers", unit="conv", dynamic_ncols=True)
     fresh = _start(todo, chat, settings, max_model_len, report, bar)
 
@@ -145,6 +150,13 @@ def write_answers(
 
     def advance(done: Completion[_Conversation]) -> None:
         conversation = done.tag
+        if not done.answered and not conversation.asking:
+            report.skipped[f"{done.finish_reason} by the server"] += 1
+            if done.finish_reason == "refused" and done.refusal is not None and refusals is not None:
+                turn = conversation.answered + 1
+                refusals.add(conversation.prompt, conversation.temperature, turn, done.refusal)
+            bar.update()
+            return
         if conversation.asking:
             text = turn_filter.keep(done.token_ids, done.finish_reason, once=False)
             goes_on = text is not None and _append_turn(conversation, text, chat, max_model_len)
@@ -160,8 +172,8 @@ def write_answers(
             report.loops += done.finish_reason == "loop"
             goes_on = done.finish_reason == "stop" and conversation.answered < conversation.turns
             if goes_on and conversation.answered < len(conversation.prompt.turns):
-                turn = conversation.prompt.turns[conversation.answered]
-                goes_on = _append_turn(conversation, turn, chat, max_model_len)
+                words = conversation.prompt.turns[conversation.answered]
+                goes_on = _append_turn(conversation, words, chat, max_model_len)
             elif goes_on:
                 conversation.asking = True
                 # Room for the user turn and for an answer that is not cut short by the model's length most of the time.
@@ -184,7 +196,7 @@ def write_answers(
                 advance(completion)
             rate = queue.generated / max(bar.format_dict["elapsed"], 1e-9)
             bar.set_postfix_str(f"{rate:,.0f} tok/s, {queue.generated / 1e6:.2f}M tokens", refresh=False)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EndpointError):
         writer.flush()
         raise
     finally:
@@ -194,15 +206,21 @@ def write_answers(
 
 
 def _pending(
-    prompts: Iterable[Prompt], settings: AnswerSettings, done: dict[str, set[float]], report: AnswerReport
+    prompts: Iterable[Prompt],
+    settings: AnswerSettings,
+    done: dict[str, set[float]],
+    refused: dict[str, set[float]],
+    report: AnswerReport,
 ) -> list[tuple[Prompt, float]]:
     """What is left to answer, in the order of the ids, which are hashes: an interrupted run holds a fair sample."""
     todo = []
     for prompt in sorted(prompts, key=lambda prompt: prompt.prompt_id):
         for temperature in temperatures_of(prompt, settings):
-            answered = done.get(prompt.prompt_id, set())
-            if round(temperature, 4) in answered if settings.every else answered:
-                report.skipped["answered before"] += 1
+            for known, reason in ((done, "answered before"), (refused, "refused before")):
+                at = known.get(prompt.prompt_id, set())
+                if round(temperature, 4) in at if settings.every else at:
+                    report.skipped[reason] += 1
+                    break
             else:
                 todo.append((prompt, temperature))
     return todo

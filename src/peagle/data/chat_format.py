@@ -19,6 +19,8 @@ class ChatFormat:
             None for a template that knows one turn only.
         end_of_user_id: token that ends a user turn, or None if the template marks the end by plain text.
         end_of_user_text: that token's text, or the plain text.
+        end_of_answer_id: token that ends an answer: the template's if the target stops on it, else the only one on
+            which it stops, else the tokenizer's; None if none of these is known.
     """
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int] = (), template_kwargs: dict[str, Any] | None = None):
@@ -51,6 +53,16 @@ class ChatFormat:
         self.end_of_user_text = (
             closing.strip() if self.end_of_user_id is None else tokenizer.decode([self.end_of_user_id])
         )
+
+    @property
+    def end_of_answer_id(self) -> int | None:
+        token = self._leading_special(self.next_user or "")
+        if token in self.end_ids:
+            return token
+        if len(self.end_ids) == 1:
+            return next(iter(self.end_ids))
+        token = getattr(self.tokenizer, "eos_token_id", None)
+        return token if token in self.end_ids else None
 
     def first_turn(self, turn: str, system: str | None = None) -> list[int]:
         """Token ids of a conversation's opening with its first user turn, up to where the answer begins."""

@@ -12,6 +12,7 @@ from peagle.data.contamination import ContaminationGuard, DropReport
 from peagle.data.metadata import target_facts
 from peagle.data.prompts import Prompt, load_prompts
 from peagle.data.records import read_records
+from peagle.data.refusals import RefusalFile
 from peagle.data.request_queue import EngineLike
 from peagle.data.self_prompts import SelfPromptGroup, SelfPromptSettings, TurnFilter, stable_seed, write_prompts
 from peagle.data.shards import ShardWriter, answered_prompts, prepare_folder, replacing, write_counts
@@ -31,11 +32,12 @@ class GenerateJob:
     turns: SelfPromptSettings = field(default_factory=SelfPromptSettings)
     rows_per_shard: int = 4096
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    retry_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratingTarget:
-    """What of a loaded target generation needs."""
+    """What of a target generation needs. served_by: what `dataset.json` says of the server that answers for it."""
 
     engine: EngineLike
     tokenizer: Any
@@ -44,6 +46,7 @@ class GeneratingTarget:
     max_model_len: int
     end_ids: frozenset[int]
     window: int = 2048
+    served_by: dict[str, Any] | None = None
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -66,7 +69,7 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
         say: prints a line.
 
     Raises:
-        InputError: bad prompt or evaluation files, a folder of another target, a full disk.
+        InputError: bad prompt or evaluation files, a folder of another target, a full disk, a server that is down.
     """
     if not job.prompts and not job.self_prompts:
         raise InputError("nothing to answer: give --prompts, --self-prompts or both")
@@ -78,13 +81,14 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
     target = open_target()
     chat = ChatFormat(target.tokenizer, sorted(target.end_ids), job.template_kwargs)
     facts = target_facts(target.name, target.tokenizer, target.vocab_size)
-    prepare_folder(job.output, facts, _described(job))
+    prepare_folder(job.output, facts, _described(job) | ({"served_by": target.served_by} if target.served_by else {}))
     turn_filter = TurnFilter(chat, job.turns, guard)
     for group in job.self_prompts:
         prompts += _self_written(job, group, target, chat, turn_filter, guard, say)
     done = answered_prompts(job.output)
     prefix = "" if job.part[1] == 1 else f"{job.part[0]}of{job.part[1]}"
     writer = ShardWriter(job.output, prefix, job.rows_per_shard)
+    refusals = RefusalFile(job.output, prefix, job.retry_refused) if target.served_by else None
     report = write_answers(
         target.engine,
         chat,
@@ -96,6 +100,7 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
         turn_filter,
         job.turns,
         target.window,
+        refusals,
     )
     write_counts(job.output)
     if turn_filter.report.written:
@@ -103,6 +108,8 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
     for line in turn_filter.contaminated.lines():
         say(f"dropped: {line}")
     say(report.line())
+    if refusals is not None and refusals.path.exists():
+        say(f"{refusals.path}: what the server refused, and why; --retry-refused asks it again")
     return report
 
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from peagle.engine.sampling_params import SamplingParams
+from peagle.errors import InputError
 
 Tag = TypeVar("Tag")
 CHECK_EVERY = 32  # tokens between two looks at whether an answer loops
+NOT_ANSWERED = ("refused", "unanswered")  # finish reasons that only a server's answers have
 
 
 class EngineLike(Protocol):
@@ -20,13 +22,54 @@ class EngineLike(Protocol):
     def abort(self, request_id: str) -> Any: ...
 
 
+class EndpointError(InputError):
+    """A server is down, or is not one that can answer for the target; a run ends with what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a server gave no answer. status: the HTTP status, None if the answer's tokens could not be told."""
+
+    status: int | None
+    message: str
+
+
+class LoopWatch:
+    """Where a growing answer begins to loop, looked at after every CHECK_EVERY tokens, however many come at a time.
+
+    A limit of 0 never finds a loop.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._seen = 0
+
+    def end(self, tokens: Sequence[int], finished: bool) -> int:
+        """How many of `tokens`, the answer so far, there were at the first look that finds a loop; 0 if none does.
+
+        A finished answer's last token is not looked at, for there it has ended anyway.
+        """
+        last = len(tokens) - finished
+        looks = range((self._seen // CHECK_EVERY + 1) * CHECK_EVERY, last + 1, CHECK_EVERY) if self._limit else ()
+        self._seen = last
+        return next((at for at in looks if is_looping(tokens[max(at - self._limit, 0) : at], self._limit)), 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Completion(Generic[Tag]):
-    """A finished request: what it was submitted with, its tokens (the end token included) and why it ended."""
+    """A finished request: what it was submitted with, its tokens (the end token included) and why it ended.
+
+    An engine that asks a server may also end one as "refused" or "unanswered"; `refusal` then says what it was told.
+    """
 
     tag: Tag
     token_ids: list[int]
     finish_reason: str
+    refusal: Refusal | None = None
+
+    @property
+    def answered(self) -> bool:
+        return self.finish_reason not in NOT_ANSWERED
 
 
 class RequestQueue(Generic[Tag]):
@@ -42,6 +85,7 @@ class RequestQueue(Generic[Tag]):
         self._loop_limit = loop_limit
         self._tags: dict[str, Tag] = {}
         self._tokens: dict[str, list[int]] = {}
+        self._watches: dict[str, LoopWatch] = {}
         self._count = 0
         self.generated = 0
 
@@ -59,6 +103,7 @@ class RequestQueue(Generic[Tag]):
         self._engine.add_request(request_id, prompt_token_ids, params)
         self._tags[request_id] = tag
         self._tokens[request_id] = []
+        self._watches[request_id] = LoopWatch(self._loop_limit)
 
     def step(self) -> list[Completion[Tag]]:
         """Run one engine step; what finished in it."""
@@ -68,20 +113,16 @@ class RequestQueue(Generic[Tag]):
                 continue
             self.generated += len(output.new_token_ids)
             tokens = self._tokens[output.request_id]
-            before = len(tokens)
             tokens.extend(int(token) for token in output.new_token_ids)
-            looping = not output.finished and self._loops(tokens, before)
-            if looping:
+            loop = self._watches[output.request_id].end(tokens, output.finished)
+            if loop and not output.finished:
                 self._engine.abort(output.request_id)
-            if output.finished or looping:
-                del self._tokens[output.request_id]
-                reason = "loop" if looping else str(output.finish_reason)
-                done.append(Completion(self._tags.pop(output.request_id), tokens, reason))
+            if output.finished or loop:
+                del self._tokens[output.request_id], self._watches[output.request_id]
+                reason = "loop" if loop else str(output.finish_reason)
+                refusal = getattr(output, "refusal", None)  # the engine in the process refuses none
+                done.append(Completion(self._tags.pop(output.request_id), tokens[: loop or None], reason, refusal))
         return done
-
-    def _loops(self, tokens: list[int], before: int) -> bool:
-        due = self._loop_limit and len(tokens) // CHECK_EVERY > before // CHECK_EVERY
-        return bool(due) and is_looping(tokens, self._loop_limit)
 
     def abort_all(self) -> None:
         """Drop every unfinished request."""
@@ -89,6 +130,7 @@ class RequestQueue(Generic[Tag]):
             self._engine.abort(request_id)
         self._tags.clear()
         self._tokens.clear()
+        self._watches.clear()
 
 
 def is_looping(tokens: Sequence[int], limit: int) -> bool:

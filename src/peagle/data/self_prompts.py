@@ -20,7 +20,7 @@ from peagle.data.chat_format import ChatFormat
 from peagle.data.comparable import normalise
 from peagle.data.contamination import ContaminationGuard, DropReport
 from peagle.data.prompts import Prompt, make_prompt
-from peagle.data.request_queue import EngineLike, RequestQueue
+from peagle.data.request_queue import NOT_ANSWERED, EngineLike, RequestQueue
 from peagle.engine.sampling_params import SamplingParams
 from peagle.errors import InputError
 
@@ -146,6 +146,8 @@ class TurnFilter:
         chat, settings = self._chat, self._settings
         text = opening + chat.tokenizer.decode(token_ids)
         end = chat.end_of_user_text
+        if finish_reason in NOT_ANSWERED:
+            return text, f"{finish_reason} by the server"
         if finish_reason != "stop":
             return text, "without an end"
         if chat.end_of_user_id is not None and (not token_ids or token_ids[-1] != chat.end_of_user_id):

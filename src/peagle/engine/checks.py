@@ -71,6 +71,19 @@ def make_planner(
     return DraftPlanner(length=DraftLength(num_speculative_tokens))
 
 
+def check_threshold(threshold: float, device: torch.device, is_planned: bool) -> None:
+    """Refuse a confidence threshold where steps have fixed shapes, or where the load decides already."""
+    if threshold and device.type != "cpu":
+        raise InputError(
+            f"confidence_threshold: got {threshold} on {device.type}, where steps have fixed shapes, expected 0"
+        )
+    if threshold and is_planned:
+        raise InputError(
+            f"confidence_threshold: got {threshold} beside dynamic_speculation or "
+            "num_speculative_tokens_per_batch_size, expected one of the two"
+        )
+
+
 def captured_rows(config: EngineConfig, device: torch.device, num_speculative_tokens: int) -> int:
     """The most target rows of a step that runs in fixed shapes, as CUDA graphs; 0: none does."""
     if config.enforce_eager or (device.type != "cuda" and config.num_scheduler_steps == 1):

@@ -222,7 +222,7 @@ class DecodeStep:
         if self.draft_pass is not None:
             assert aux is not None
             verified = Verified(token_ids, aux, next_token, num_rejected, numbers[NUM_DRAFTS], takes_part)
-            drafts = self.draft_pass.propose(paged, verified, fixed_shape=True)
+            drafts, _ = self.draft_pass.propose(paged, verified, fixed_shape=True)
             lanes.store_drafts(drafts, numbers[NUM_DRAFTS], numbers[LANE_OFFSET], numbers[POSITION])
 
     def _choose(self, logits: Tensor, batch: DecodeBatch, positions: Tensor, way: int) -> Tensor:

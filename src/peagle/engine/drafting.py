@@ -6,6 +6,7 @@ can be captured. On the CPU rows that nobody needs are left out instead.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from peagle.kernels.draft_batch import (
     expand_draft_batch,
     expand_draft_batch_on_host,
 )
+from peagle.target.fused import is_joined
 from peagle.target.paged_attention import KVCache, PagedBatch, attend_paged
 
 
@@ -61,18 +63,24 @@ class DraftPass:
         block_size: int,
         max_model_len: int,
         cache_dtype: torch.dtype | None = None,
+        confidence_threshold: float = 0.0,
     ) -> None:
+        """confidence_threshold: SpeculativeConfig's; it holds where shapes are not fixed."""
         self.drafter = drafter
+        self.least_log_prob = math.log(confidence_threshold) if confidence_threshold > 0 else None
         self.num_drafts = num_drafts
         self.block_size = block_size
         self.parallel = drafter.config.kind == "p-eagle"
         self.scale = drafter.config.head_dim**-0.5
         self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, cache_dtype or drafter.fc.weight.dtype)
-        self.fused = FusedDrafter(drafter, max_model_len) if drafter.fc.weight.is_cuda else None
+        # on a CPU a prepared drafter only: a bare one, as tests make them, is left as it is
+        fused = drafter.fc.weight.is_cuda or is_joined(drafter.layers)
+        self.fused = FusedDrafter(drafter, max_model_len) if fused else None
         self.mask_state = drafter.mask_state() if self.parallel else None
 
-    def propose(self, target: PagedBatch, verified: Verified, fixed_shape: bool = False) -> Tensor:
-        """Drafts [R, K] in the target's vocabulary; only each request's first `num_drafts` mean anything.
+    def propose(self, target: PagedBatch, verified: Verified, fixed_shape: bool = False) -> tuple[Tensor, Tensor]:
+        """Drafts [R, K] in the target's vocabulary, of which each request's first [R] mean anything: as many as are
+        wanted, or fewer where the drafter does not trust the next one.
 
         Also enters the accepted rows into the drafter's cache, over the MTP rows that stood there. fixed_shape: keep
         padding on the CPU too, as it is on a GPU.
@@ -101,7 +109,8 @@ class DraftPass:
         hidden = copy_hidden(self.drafter.combine(verified.aux), self.mask_state, batch.hidden_rows, batch.is_masked)
         normed, feedback = self._run(batch, hidden, target)
         if self.parallel:
-            return self._choose(normed, batch.sample_rows, verified.num_drafts, fixed_shape)
+            drafts, log_probs = self._choose(normed, batch.sample_rows, verified.num_drafts, fixed_shape)
+            return drafts, self._trusted(log_probs, verified.num_drafts)
         return self._continue(normed, feedback, batch, target, verified.num_drafts, fixed_shape)
 
     def enter(self, token_ids: Tensor, aux: Tensor, batch: PagedBatch) -> None:
@@ -130,18 +139,37 @@ class DraftPass:
             return self.fused(embeds, hidden, paged.positions, self.kv_cache, paged)
         return self.drafter(embeds, hidden, paged.positions, attend)
 
-    def _argmax(self, normed: Tensor) -> Tensor:
-        return self.drafter.to_target_ids(argmax_rows(self.drafter.logits(normed)))
+    def _draft(self, normed: Tensor, fixed_shape: bool) -> tuple[Tensor, Tensor | None]:
+        """The argmax of rows [N, H] in the target's vocabulary, and its logarithmic probability by the drafter."""
+        logits = self.drafter.logits(normed)
+        best = argmax_rows(logits)
+        log_probs = None
+        if self.least_log_prob is not None and not fixed_shape:
+            log_probs = logits.gather(1, best[:, None])[:, 0] - logits.logsumexp(dim=-1)
+        return self.drafter.to_target_ids(best), log_probs
 
-    def _choose(self, normed: Tensor, rows: Tensor, num_drafts: Tensor, fixed_shape: bool) -> Tensor:
-        """The argmax of rows [R, D] of normed, [R, D]; without a fixed shape only of rows that are wanted."""
+    def _choose(
+        self, normed: Tensor, rows: Tensor, num_drafts: Tensor, fixed_shape: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`_draft` of rows [R, D] of normed, [R, D] each; without a fixed shape only of rows that are wanted."""
         if fixed_shape or int(num_drafts.min()) >= rows.shape[1]:
-            return self._argmax(normed[rows.flatten()]).view(rows.shape)
+            drafts, log_probs = self._draft(normed[rows.flatten()], fixed_shape)
+            return drafts.view(rows.shape), None if log_probs is None else log_probs.view(rows.shape)
         wanted = torch.arange(rows.shape[1]) < num_drafts[:, None]
-        drafts = torch.zeros_like(rows)
+        drafts, log_probs = torch.zeros_like(rows), None
         if bool(wanted.any()):
-            drafts[wanted] = self._argmax(normed[rows[wanted]])
-        return drafts
+            drafts[wanted], found = self._draft(normed[rows[wanted]], fixed_shape)
+            if found is not None:
+                log_probs = found.new_zeros(rows.shape)
+                log_probs[wanted] = found
+        return drafts, log_probs
+
+    def _trusted(self, log_probs: Tensor | None, num_drafts: Tensor) -> Tensor:
+        """How many drafts [R] are verified: those whose joint probability, by the drafter, reaches the threshold."""
+        if log_probs is None or self.least_log_prob is None:
+            return num_drafts
+        trusted = log_probs.cumsum(dim=1) >= self.least_log_prob
+        return torch.minimum(num_drafts, trusted.sum(dim=1).to(num_drafts.dtype))
 
     def _continue(
         self,
@@ -151,11 +179,15 @@ class DraftPass:
         target: PagedBatch,
         num_drafts: Tensor,
         fixed_shape: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """EAGLE-3: from the anchors' rows on, one row a request and pass, each fed the output of the one before."""
         anchors = batch.sample_rows[:, 0]
         drafts = torch.zeros(len(anchors), self.num_drafts, dtype=torch.int64, device=normed.device)
-        drafts[:, :1] = self._choose(normed, batch.sample_rows, num_drafts, fixed_shape)
+        drafts[:, :1], first = self._choose(normed, batch.sample_rows, num_drafts, fixed_shape)
+        log_probs = None
+        if first is not None:
+            log_probs = first.new_full(drafts.shape, -math.inf)  # of drafts that are not made
+            log_probs[:, :1] = first
         members: Tensor | slice = slice(None)
         passes, tables = self.num_drafts, target.block_tables
         if not fixed_shape:  # leave out requests that want no further draft
@@ -173,9 +205,13 @@ class DraftPass:
         query_start = torch.arange(len(anchors) + 1, dtype=torch.int32, device=normed.device)
         hidden = feedback[anchors]
         for i in range(1, passes):
+            if log_probs is not None and not bool((self._trusted(log_probs, num_drafts)[members] == i).any()):
+                break  # nobody goes on
             context = target.max_context_len + i
             paged = PagedBatch(positions[i], query_start, context_lens[i], tables, slots[i], 1, context)
             normed, hidden = self._forward(token, hidden, paged)
-            token = self._argmax(normed)
+            token, found = self._draft(normed, fixed_shape)
             drafts[members, i] = token
-        return drafts
+            if log_probs is not None and found is not None:
+                log_probs[members, i] = found
+        return drafts, self._trusted(log_probs, num_drafts)

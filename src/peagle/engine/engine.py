@@ -16,6 +16,7 @@ from peagle.engine.checks import (
     check_depth,
     check_params,
     check_prompt,
+    check_threshold,
     count_logprobs,
     make_planner,
     runs_ahead,
@@ -42,7 +43,7 @@ class Engine:
     """Continuous batching over one target and, if given, one bound drafter with `num_speculative_tokens` drafts.
 
     synthetic_rates: for benchmarks only, accept drafts by chance and not by what they are (SpeculativeConfig).
-    draft_table: its num_speculative_tokens_per_batch_size.
+    draft_table, confidence_threshold: its num_speculative_tokens_per_batch_size and confidence_threshold.
     Raises InputError for settings that do not fit together or into memory.
     """
 
@@ -54,6 +55,7 @@ class Engine:
         config: EngineConfig | None = None,
         synthetic_rates: tuple[float, ...] | None = None,
         draft_table: DraftTable | None = None,
+        confidence_threshold: float = 0.0,
     ) -> None:
         self.config = config = config or EngineConfig()
         target.check_paged()
@@ -69,6 +71,7 @@ class Engine:
             config, target.device, num_speculative_tokens, draft_table, synthetic_rates is not None
         )
         late = self.draft_planner is not None
+        check_threshold(confidence_threshold, target.device, late)
         wanted = config.max_model_len or target.max_model_len
         if wanted > target.max_model_len:
             raise InputError(f"max_model_len: got {wanted}, expected at most the model's {target.max_model_len}")
@@ -112,6 +115,7 @@ class Engine:
             synthetic_rates,
             cache_dtype(target, config),
             late,
+            confidence_threshold,
         )
         self.synthetic = synthetic_rates is not None
         if self.synthetic:

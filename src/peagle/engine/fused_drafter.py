@@ -1,4 +1,4 @@
-"""The drafter's layers as `fused_layer` runs them on a GPU: `Drafter.forward`, over the paged cache it is given."""
+"""The drafter's layers as `fused_layer` runs them: `Drafter.forward`, over the paged cache that it is given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.kernels.fused_layer import LayerWeights, chain_for, join_linears, run_layer, tune_layers
+from peagle.kernels.fused_layer import LayerWeights, chain_for, layer_products, rope_rows, run_layer, tune_layers
 from peagle.kernels.rms_norm import fuse_rms_norms
 from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.paged_attention import KVCache, PagedBatch
@@ -16,15 +16,8 @@ from peagle.target.paged_attention import KVCache, PagedBatch
 
 def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
     config, attention, mlp = drafter.config, layer.self_attn, layer.mlp
-    qkv, bias = join_linears([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up, _ = join_linears([mlp.gate_proj, mlp.up_proj])
     return LayerWeights(
-        qkv=qkv,
-        qkv_bias=bias,
-        o=attention.o_proj.weight,
-        o_bias=attention.o_proj.bias,
-        gate_up=gate_up,
-        down=mlp.down_proj.weight,
+        *layer_products(attention, mlp),
         post_norm=layer.post_attention_layernorm.weight,
         q_norm=None,
         k_norm=None,
@@ -33,12 +26,13 @@ def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5,
+        norm=None if drafter.fc.weight.is_cuda else layer.post_attention_layernorm,
     )
 
 
 class FusedDrafter:
-    """A drafter's layers with their weights joined (the drafter's own linears become views of them), for positions
-    below `length`."""
+    """A drafter's layers with their weights joined, for positions below `length`. The drafter's own linears become
+    views of them, where `prepare_drafter` has not made parts of a product of them already."""
 
     @torch.no_grad()
     def __init__(self, drafter: Drafter, length: int) -> None:
@@ -57,6 +51,7 @@ class FusedDrafter:
         """As `Drafter.forward`: embeds, hidden [T, H], positions [T] -> (normed, feedback) [T, H]."""
         drafter = self.drafter
         cos, sin = self.rotary(hidden, positions[None])
+        cos, sin = rope_rows(cos[0], sin[0])
         first, chain = self.layers[0], chain_for(hidden)
         normed = first.hidden_norm(hidden)
         residual = normed if first.norm_before_residual else hidden
@@ -65,11 +60,11 @@ class FusedDrafter:
         norms = [*(layer.input_layernorm for layer in self.layers[1:]), drafter.norm]
         for weights, cache, norm in zip(self.weights, kv_cache, norms, strict=True):
             if chain is None:
-                hidden = run_layer(x, residual, weights, cos[0], sin[0], cache, batch)
+                hidden = run_layer(x, residual, weights, cos, sin, cache, batch)
                 x = norm(hidden)
             else:
                 from peagle.kernels.chained_layer import run_layer_chained
 
-                hidden, x = run_layer_chained(x, residual, weights, cos[0], sin[0], cache, batch, norm.weight, chain)
+                hidden, x = run_layer_chained(x, residual, weights, cos, sin, cache, batch, norm.weight, chain)
             residual = hidden
         return x, x if drafter.config.norm_output else hidden

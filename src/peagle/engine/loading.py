@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Mapping
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from peagle.drafter.config import with_aux_layers
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.errors import InputError
-from peagle.kernels.half_linear import fits_half, halve_linears, has_half, pack_half, run_half
+from peagle.kernels.half_linear import HalfLinear, fits_half, half_product, halve_linears, has_half
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
-from peagle.target.fused import fuse_decoder_layers
+from peagle.target.fused import can_fuse, fuse_decoder_layers, join_layers
 from peagle.target.loading import load_target
 from peagle.target.model import Target
 
@@ -28,13 +29,26 @@ logger = logging.getLogger(__name__)
 def prepare_for_inference(target: Target) -> None:
     """Replace modules of the target by faster ones that compute the same; calling it again changes nothing.
 
-    On a CPU in float32 the linears get packed weights and drop their own: such a target cannot be saved or trained.
+    On a CPU in float32 the linears get packed weights, in float16 where that holds them exactly, and drop their own:
+    such a target cannot be saved or trained.
     """
     fuse_rms_norms(target.model)
     if target.device.type == "cuda":
         fuse_decoder_layers(target)
     if target.device.type == "cpu" and target.dtype == torch.float32:
-        pack_linears(target.model, keep=(target.model.get_output_embeddings(),))
+        keep = (target.model.get_output_embeddings(),)
+        if can_fuse(target):
+            join_layers(target.layers)
+        halve_linears(target.model, keep, exact=True)
+        pack_linears(target.model, keep)
+        fuse_decoder_layers(target)
+        _return_memory()
+
+
+def _return_memory() -> None:
+    """Give what replaced weights lay in back to the system, where the C library keeps it otherwise (glibc)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype = "auto") -> Drafter:
@@ -51,6 +65,8 @@ def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype 
         )
     if on_cpu:
         keep = tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None)
+        fuse_rms_norms(drafter)
+        join_layers(drafter.layers)
         if weight_dtype != "target" and has_half():
             halve_linears(drafter, keep)
             halve_shared_lm_head(drafter, target)
@@ -63,10 +79,11 @@ def halve_shared_lm_head(drafter: Drafter, target: Target) -> None:
     if drafter.lm_head is not None or not fits_half(target.lm_head_weight):
         return
     if drafter.d2t is not None:
-        drafter.share_lm_head(partial(run_half, packed=pack_half(drafter.lm_head_weight())))
+        drafter.share_lm_head(half_product(drafter.lm_head_weight()))
         return
     if target.draft_lm_head is None:
-        target.draft_lm_head = partial(run_half, packed=pack_half(target.lm_head_weight))
+        head = target.model.get_output_embeddings()
+        target.draft_lm_head = head.product if isinstance(head, HalfLinear) else half_product(target.lm_head_weight)
     drafter.share_lm_head(target.draft_lm_head)
 
 
@@ -106,4 +123,5 @@ def load_engine(
         config,
         speculative.synthetic_rates,
         speculative.num_speculative_tokens_per_batch_size,
+        speculative.confidence_threshold,
     )

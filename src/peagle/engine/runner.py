@@ -55,10 +55,11 @@ class Runner:
         synthetic_rates: tuple[float, ...] | None = None,
         cache_dtype: torch.dtype | None = None,
         late_drafting: bool = False,
+        confidence_threshold: float = 0.0,
     ) -> None:
         """max_captured_rows: the most target rows of a batch that runs in fixed shapes; 0: none does. synthetic_rates:
         SpeculativeConfig's, for benchmarks. cache_dtype: of keys and values; None: the target's. late_drafting: plans
-        may put the drafter's rows off."""
+        may put the drafter's rows off. confidence_threshold: SpeculativeConfig's."""
         self.target = target
         self.device = target.device
         self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
@@ -69,7 +70,13 @@ class Runner:
         if drafter is not None:
             with torch.inference_mode():
                 self.draft_pass = DraftPass(
-                    drafter, num_speculative_tokens, num_blocks, block_size, max_model_len, cache_dtype
+                    drafter,
+                    num_speculative_tokens,
+                    num_blocks,
+                    block_size,
+                    max_model_len,
+                    cache_dtype,
+                    confidence_threshold,
                 )
         self.late_rows: LateRows | None = None
         if self.draft_pass is not None and late_drafting:
@@ -169,7 +176,7 @@ class Runner:
                 num_drafts,
                 inputs.takes_part,
             )
-            drafts = self.draft_pass.propose(inputs.batch, verified)
+            drafts, num_drafts = self.draft_pass.propose(inputs.batch, verified)
             self.lanes.store_drafts(drafts, num_drafts, inputs.lane_offset, next_position)
         decided = torch.cat((tokens, num_accepted[:, None], num_drafts[:, None]), dim=1)
         if not packed:

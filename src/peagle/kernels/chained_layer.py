@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from peagle.kernels.fused_layer import LayerWeights
+from peagle.kernels.fused_layer import LayerWeights, Weight
 from peagle.kernels.fused_layer_triton import add_rms_norm_triton, rope_and_write_triton
 from peagle.kernels.paged_attention import paged_attention_triton
 from peagle.kernels.skinny_linear import MAX_ROWS, Config, Mode, skinny
@@ -42,9 +42,11 @@ class Chain:
         return self.configs.get((mode, *weight.shape), DEFAULTS[mode])
 
     def product(
-        self, mode: Mode, x: Tensor, weight: Tensor, bias: Tensor | None = None, following: Tensor | None = None
+        self, mode: Mode, x: Tensor, weight: Weight, bias: Tensor | None = None, following: Weight | None = None
     ) -> Tensor:
         """As `skinny`: [M, N] in x's dtype, or [S, M, N] float32 where the configuration splits the depth."""
+        assert isinstance(weight, Tensor)  # on a GPU all are
+        assert not isinstance(following, nn.Module)
         config = self.config(mode, weight)
         width = len(weight) // 2 if mode == "gated" else len(weight)
         if config.splits == 1:

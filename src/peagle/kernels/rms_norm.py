@@ -1,4 +1,4 @@
-"""A fused RMS norm in place of a model's own where both compute the same: PyTorch's, for few rows on a GPU ours."""
+"""A faster RMS norm in place of a model's own, where both compute the same."""
 
 from __future__ import annotations
 
@@ -10,18 +10,30 @@ FEW_ROWS = 1024
 
 
 class FusedRMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight in one call."""
+    """x * rsqrt(mean(x^2) + eps) * weight, for inference.
+
+    On a CPU PyTorch's one call is made of six. With the root of the width put into weight and eps beforehand four do,
+    in half the time over a few rows: x / hypot(|x|, sqrt(width * eps)) * (sqrt(width) * weight). On a GPU few rows take
+    our own kernel.
+    """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = weight, eps
+        self.by_length = weight.device.type == "cpu" and weight.dtype == torch.float32 and eps > 0
+        if self.by_length:
+            self._scaled = weight.detach() * len(weight) ** 0.5
+            self._root = torch.tensor((len(weight) * eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and not x.requires_grad and 0 < x.numel() <= FEW_ROWS * x.shape[-1]:
             from peagle.kernels.fused_layer_triton import rms_norm_triton
 
             return rms_norm_triton(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.by_length:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._root)
+        return x.div(length).mul_(self._scaled)
 
 
 @torch.no_grad()
@@ -38,6 +50,8 @@ def fuse_rms_norms(module: nn.Module) -> int:
             weight = getattr(child, "weight", None)
             eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
             if not type(child).__name__.endswith("RMSNorm") or weight is None or not isinstance(eps, float):
+                continue
+            if isinstance(child, FusedRMSNorm):
                 continue
             fused = FusedRMSNorm(weight, eps)
             x = torch.randn(4, *weight.shape, generator=generator)

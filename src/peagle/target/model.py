@@ -84,6 +84,8 @@ class Target:
     eos_token_ids: frozenset[int] = frozenset()
     total_layers: int | None = None  # where the model was loaded without them
     draft_lm_head: Callable[[Tensor], Tensor] | None = None  # a faster, coarser LM head for drafts: rows to logits
+    # the decoder over a paged cache in another form: token ids, positions, batch, caches, auxiliary layers to states
+    fused: Callable[..., tuple[Tensor, Tensor | None]] | None = None
     _captured: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -233,12 +235,15 @@ class Target:
         Returns logits [R, V] of `logit_rows` (None: no logits) and the auxiliary states [T, 3H] of `aux_layer_ids`
         (none when empty).
         """
-        with self._mode(PAGED, aux_layer_ids):
-            hidden = self.decoder(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                paged=(batch, kv_cache),
-            ).last_hidden_state[0]
-            aux = self._aux(aux_layer_ids)[0] if aux_layer_ids else None
+        if self.fused is not None:
+            hidden, aux = self.fused(token_ids, positions, batch, kv_cache, aux_layer_ids)
+        else:
+            with self._mode(PAGED, aux_layer_ids):
+                hidden = self.decoder(
+                    input_ids=token_ids[None],
+                    position_ids=positions[None],
+                    use_cache=False,
+                    paged=(batch, kv_cache),
+                ).last_hidden_state[0]
+                aux = self._aux(aux_layer_ids)[0] if aux_layer_ids else None
         return None if logit_rows is None else self.lm_logits(hidden[logit_rows]), aux

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+# Below so many products of a request's scores a second CPU thread costs more than it does, and when another process
+# has its core, many times as much.
+ONE_THREADS_WORK = 1 << 21
 
 KVCache = list[tuple[Tensor, Tensor]]  # per layer: K and V, each [num_blocks, block_size, Hkv, D]
 
@@ -35,10 +38,20 @@ class PagedBatch:
     max_query_len: int
     max_context_len: int
     views: list[_RequestView] | None = field(default=None, repr=False)  # filled by the PyTorch path
+    _all_write: bool | None = field(default=None, repr=False)
+
+    @property
+    def all_write(self) -> bool:
+        """Whether every row has a slot: asked once a step instead of in every layer, and on a GPU not at all."""
+        if self._all_write is None:
+            self._all_write = not self.slot_mapping.is_cuda and not bool((self.slot_mapping < 0).any())
+        return self._all_write
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k and v [T, Hkv, D] into their slots; rows whose slot is -1 write nothing.
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, all_write: bool = False
+) -> None:
+    """Write k and v [T, Hkv, D] into their slots; rows whose slot is -1 write nothing. all_write: none has.
 
     A cache in float8 holds numbers up to 448, and larger ones as that.
     """
@@ -48,7 +61,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
         write_kv_triton(k, v, flat_k, flat_v, slot_mapping)
         return
-    if bool((slot_mapping < 0).any()):
+    if not all_write and bool((slot_mapping < 0).any()):
         kept = slot_mapping >= 0
         k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
     for flat, x in ((flat_k, k), (flat_v, v)):
@@ -57,21 +70,14 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         flat.index_copy_(0, slot_mapping, x.to(flat.dtype))
 
 
-def _read(cache: Tensor, blocks: slice | Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """The first `count` positions of blocks, [count, Hkv, D]."""
-    if cache.dtype is FP8:
-        return cache.view(torch.uint8)[blocks].flatten(0, 1)[:count].view(FP8).to(dtype)
-    return cache[blocks].flatten(0, 1)[:count].to(dtype)
-
-
 @dataclass
 class _RequestView:
     """One request of a batch as the PyTorch path reads it: its rows, its cached keys and what each row may see."""
 
     rows: slice
     context: int
-    blocks: slice | Tensor  # a slice where the blocks happen to be consecutive: a view instead of a copy
-    masks: dict[int | None, Tensor]  # by sliding window: 0 or -inf, [rows, context]
+    blocks: int | Tensor  # the first one where they happen to be consecutive, which saves a copy
+    masks: dict[tuple[int | None, int], Tensor]  # by sliding window and group: 0 or -inf, [1, rows * group, context]
 
 
 def _view(batch: PagedBatch, block_size: int) -> list[_RequestView]:
@@ -84,24 +90,35 @@ def _view(batch: PagedBatch, block_size: int) -> list[_RequestView]:
                 continue
             ids = tables[r][: -(-context // block_size)]
             consecutive = ids == list(range(ids[0], ids[0] + len(ids)))
-            blocks = (
-                slice(ids[0], ids[0] + len(ids)) if consecutive else torch.tensor(ids, device=batch.positions.device)
-            )
+            blocks = ids[0] if consecutive else torch.tensor(ids, device=batch.positions.device)
             batch.views.append(_RequestView(slice(starts[r], starts[r + 1]), context, blocks, {}))
     return batch.views
 
 
-def _mask(request: _RequestView, batch: PagedBatch, window: int | None, dtype: torch.dtype) -> Tensor:
-    if window not in request.masks:
+def _read(cache: Tensor, request: _RequestView, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """Memory that holds a request's positions one after another, [.., Hkv, D], and where in it they begin."""
+    blocks = request.blocks
+    if isinstance(blocks, int) and cache.dtype == dtype and cache.is_contiguous():
+        return cache, int(cache.storage_offset()) + blocks * cache.stride(0)
+    if isinstance(blocks, int):
+        blocks = torch.arange(blocks, blocks - (-request.context // cache.shape[1]), device=cache.device)
+    if cache.dtype is FP8:  # PyTorch moves float8 about only as bytes
+        return cache.view(torch.uint8)[blocks].view(FP8).to(dtype), 0
+    return cache[blocks].to(dtype), 0
+
+
+def _mask(request: _RequestView, batch: PagedBatch, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+    """0 or -inf, [1, rows * group, context]: the group's heads of a row lie one after another."""
+    found = request.masks.get((window, group))
+    if found is None:
         position = batch.positions[request.rows, None]
         keys = torch.arange(request.context, device=position.device)
         seen = keys <= position
         if window is not None:
             seen &= keys > position - window
-        request.masks[window] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-            ~seen, float("-inf")
-        )
-    return request.masks[window]
+        found = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+        found = request.masks[window, group] = found.repeat_interleave(group, 0)[None]
+    return found
 
 
 def paged_attention(
@@ -119,40 +136,68 @@ def paged_attention(
     sliding_window w: a row at p sees p-w+1..p. sinks [Hq]: one extra logit a head that takes probability and gives
     nothing (gpt-oss). softcap c: scores become c * tanh(scores / c) (Gemma 2).
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    views = _view(batch, k_cache.shape[1])
+    if not views:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    threads = torch.get_num_threads()
+    work = max((view.rows.stop - view.rows.start) * view.context for view in views) * q.shape[1] * q.shape[2]
+    alone = threads > 1 and not q.is_cuda and work < ONE_THREADS_WORK
+    if alone:
+        torch.set_num_threads(1)
+    try:
+        outputs = [
+            _attend_one(q, k_cache, v_cache, batch, view, scale, sliding_window, sinks, softcap) for view in views
+        ]
+    finally:
+        if alone:
+            torch.set_num_threads(threads)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_one(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    request: _RequestView,
+    scale: float,
+    sliding_window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """One request's rows of `paged_attention`, [rows, Hq, D].
+
+    A step of few rows costs as much by its number of calls as by its arithmetic, hence the strides.
+    """
     kv_heads, dim = k_cache.shape[2:]
-    group = q.shape[1] // kv_heads
-    for request in _view(batch, k_cache.shape[1]):
-        query = q[request.rows]
-        n = len(query)
-        k = _read(k_cache, request.blocks, request.context, q.dtype)  # [context, Hkv, D]
-        v = _read(v_cache, request.blocks, request.context, q.dtype)
-        mask = _mask(request, batch, sliding_window, q.dtype)
-        if n > 64 and sinks is None and not softcap:  # a prefill: never hold all of its scores
-            result = F.scaled_dot_product_attention(
-                query.transpose(0, 1)[None],
-                k.transpose(0, 1)[None].repeat_interleave(group, 1),
-                v.transpose(0, 1)[None].repeat_interleave(group, 1),
-                attn_mask=mask,
-                scale=scale,
-            )
-            out[request.rows] = result[0].transpose(0, 1)
-            continue
-        # [Hkv, rows * group, D]: the heads of a group share their keys in one product
-        grouped = query.view(n, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, n * group, dim)
-        scores = torch.bmm(grouped, k.permute(1, 2, 0)).view(kv_heads, n, group, -1)
-        scores = scores * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores + mask[None, :, None]
-        if sinks is None:
-            weights = scores.softmax(dim=-1, dtype=torch.float32)
-        else:
-            extra = sinks.float().view(kv_heads, 1, group, 1).expand(-1, n, -1, 1)
-            weights = torch.cat((scores.float(), extra), dim=-1).softmax(dim=-1)[..., :-1]
-        result = torch.bmm(weights.to(v.dtype).reshape(kv_heads, n * group, -1), v.transpose(0, 1))
-        out[request.rows] = result.view(kv_heads, n, group, dim).transpose(0, 1).reshape(n, -1, dim)
-    return out
+    heads, context = q.shape[1], request.context
+    group, query = heads // kv_heads, q[request.rows]
+    n = len(query)
+    (k, k_start), (v, v_start) = _read(k_cache, request, q.dtype), _read(v_cache, request, q.dtype)
+    width = kv_heads * dim
+    values = v.as_strided((kv_heads, context, dim), (dim, width, 1), v_start)
+    if n > 64 and sinks is None and not softcap:  # a prefill: never hold all of its scores
+        keys = k.as_strided((kv_heads, context, dim), (dim, width, 1), k_start)
+        mask = _mask(request, batch, sliding_window, 1, q.dtype)
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+    mask = _mask(request, batch, sliding_window, group, q.dtype)
+    # [Hkv, rows * group, D]: the heads of a group share their keys in one product
+    grouped = query.view(n, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, n * group, dim)
+    keys = k.as_strided((kv_heads, dim, context), (dim, 1, width), k_start)
+    if softcap:
+        scores = softcap * torch.tanh(torch.bmm(grouped, keys) * (scale / softcap)) + mask
+    else:
+        scores = torch.baddbmm(mask, grouped, keys, alpha=scale)
+    if sinks is None:
+        weights = scores.softmax(dim=-1, dtype=torch.float32)
+    else:
+        extra = sinks.float().view(kv_heads, 1, group, 1).expand(-1, n, -1, 1).reshape(kv_heads, n * group, 1)
+        weights = torch.cat((scores.float(), extra), dim=-1).softmax(dim=-1)[..., :-1]
+    out = torch.bmm(weights.to(q.dtype), values)
+    return out.view(kv_heads, n, group, dim).transpose(0, 1).reshape(n, heads, dim)
 
 
 def attend_paged(

@@ -1,0 +1,1 @@
+"""Asking OpenAI-compatible servers: what they say of themselves, and streams of their answers."""
