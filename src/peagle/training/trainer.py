@@ -84,10 +84,14 @@ def train_on(
     if not world.first:
         say = _say_nothing
     run = prepare(config, target, answers, say, world)
-    if dry_run:
-        estimate(run.plan, run.weights, run.target_states, run.state, say)
-        return None
-    return _train(run, say)
+    try:
+        if dry_run:
+            estimate(run.plan, run.weights, run.target_states, run.state, say)
+            return None
+        return _train(run, say)
+    finally:
+        if run.weights.sharded is not None:
+            run.weights.sharded.release()
 
 
 def _train(run: Run, say: Callable[[str], None]) -> TrainResult:
