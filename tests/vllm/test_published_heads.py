@@ -95,7 +95,7 @@ def test_what_inspect_says_at_full_size(name, tmp_path):
         f"{head.target_layers} layers): fits",
         f"{list(head.aux)} are taken as in vLLM",
         "problems: none",
-        "peagle: loads it",
+        "peagle: takes head and target",
         "0.30 and later: a head with a d2t tensor",
         "peagle convert HEAD OUTPUT --layout native",
     ):

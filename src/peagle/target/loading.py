@@ -35,7 +35,7 @@ def cache_root() -> Path:
     return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "peagle"
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What another library's error says, on one line and no longer than a reader will read."""
     text = " ".join(str(error).split())
     return f"{error.__class__.__name__}: {text if len(text) <= 300 else text[:300] + '...'}"
@@ -101,7 +101,7 @@ def convert_gguf(gguf: Path) -> Path:
             f"model: reading {gguf.name} needs the extra packages gguf and accelerate ({error})"
         ) from error
     except Exception as error:
-        raise InputError(f"model: {gguf} cannot be read as GGUF ({_reason(error)})") from error
+        raise InputError(f"model: {gguf} cannot be read as GGUF ({reason(error)})") from error
     # GGUF names one end token in the model's metadata and the tokenizer reader may take another one from the
     # vocabulary; the model's is what ends its answers.
     eos = model.config.eos_token_id
@@ -193,7 +193,7 @@ def load_target(
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise InputError(f"model: {name_or_path!r} could not be loaded ({_reason(error)})") from error
+        raise InputError(f"model: {name_or_path!r} could not be loaded ({reason(error)})") from error
     torch_dtype = auto_dtype(config, name_or_path, where.type) if dtype == "auto" else DTYPES[dtype]
     text = config.get_text_config()
     total_layers, verbosity = getattr(text, "num_hidden_layers", None), transformers_logging.get_verbosity()
@@ -209,7 +209,7 @@ def load_target(
             source, dtype=torch_dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **changed
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"model: the weights of {name_or_path!r} could not be loaded ({_reason(error)})") from error
+        raise InputError(f"model: the weights of {name_or_path!r} could not be loaded ({reason(error)})") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     if info["missing_keys"]:  # Transformers fills them with random values and only warns
@@ -221,9 +221,7 @@ def load_target(
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:  # a package that it needs may be what is missing
         tokenizer = None
-        log.warning(
-            "no tokenizer of %s could be loaded: token ids in, token ids out (%s)", name_or_path, _reason(error)
-        )
+        log.warning("no tokenizer of %s could be loaded: token ids in, token ids out (%s)", name_or_path, reason(error))
     if layers == "host":
         decoder = model.get_decoder()
         blocks, decoder.layers = decoder.layers, torch.nn.ModuleList()  # out of the way

@@ -51,6 +51,15 @@ def target_warnings(head: HeadFacts, target: TargetFacts) -> list[str]:
     return warnings
 
 
+def serving_problems(head: HeadFacts, target: TargetFacts | None) -> list[str]:
+    """Why stock vLLM, of any version, will not serve a head (None: whatever the target); empty where it will.
+
+    Whether vLLM knows the target's architecture, and with EAGLE-3 heads, differs by version and is left to it.
+    """
+    fit = [] if target is None else target_problems(head, target)
+    return [*head.problems, *fit, *vllm_problems(head)]
+
+
 def vllm_problems(head: HeadFacts) -> list[str]:
     """What keeps stock vLLM, of any version, from loading a head that this package loads."""
     config = head.config
