@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from peagle.config import TrainConfig
-from peagle.drafter.checkpoint import load_drafter, save_drafter
+from peagle.drafter import load_drafter, save_drafter
 from peagle.errors import InputError
 from peagle.target import Target
 from peagle.training.draft_vocab import choose_draft_vocab

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from peagle.config import EngineConfig, SpeculativeConfig, TrainConfig
 from peagle.drafter import Drafter, save_drafter
-from peagle.drafter.checkpoint import check_fits, parse_config
 from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import expected_shapes, read_head_facts
+from peagle.drafter.fit import check_fits
+from peagle.drafter.layouts import parse_config
 from peagle.engine import Engine
 from peagle.engine.loading import load_bound_drafter
 from peagle.target import Target

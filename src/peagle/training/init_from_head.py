@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from peagle.drafter.checkpoint import load_drafter, read_config, resolve_head
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.loading import load_drafter, read_config, resolve_head
 from peagle.drafter.model import Drafter
 from peagle.errors import InputError
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from peagle.drafter.checkpoint import fit_problems, module_name
 from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import HeadFacts
+from peagle.drafter.fit import fit_problems
+from peagle.drafter.layouts import module_name
 from peagle.target.facts import TargetFacts
 from peagle.vllm.versions import MINIMUM, Trait, drafter_scatters
 
