@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 import peagle
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from tests.cli.conftest import run_peagle
 
 

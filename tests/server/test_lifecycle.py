@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Status
 from peagle.server.answers import Answer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter import load_drafter, save_drafter
 from peagle.errors import InputError
 from peagle.target import Target

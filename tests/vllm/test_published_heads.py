@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peagle.config import EngineConfig, SpeculativeConfig, TrainConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter import Drafter, save_drafter
 from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import expected_shapes, read_head_facts

@@ -102,7 +102,8 @@ def evaluate(
     from peagle.bench.acceptance import evaluate_head
     from peagle.bench.machine import machine_facts, machine_line
     from peagle.bench.tables import acceptance_table, check_lines
-    from peagle.config import EngineConfig, SpeculativeConfig
+    from peagle.config.engine import EngineConfig
+    from peagle.config.speculative import SpeculativeConfig
     from peagle.engine.loading import load_engine
     from peagle.engine.sampling_params import SamplingParams
     from peagle.target.loading import load_target

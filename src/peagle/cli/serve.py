@@ -140,7 +140,8 @@ def serve(
     With --engine vllm the same command checks the head and starts stock vLLM instead; vLLM's own flags pass through,
     and --dry-run prints the command only.
     """
-    from peagle.config import EngineConfig, SpeculativeConfig
+    from peagle.config.engine import EngineConfig
+    from peagle.config.speculative import SpeculativeConfig
 
     origins = json_strings(allowed_origins, "--allowed-origins")
     if "" in (api_key or ()):  # of an unset variable, say: it would let in whoever sends none

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from peagle.config import EngineConfig, SpeculativeConfig, WeightDtype
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig, WeightDtype
 from peagle.drafter.config import with_aux_layers
 from peagle.drafter.fit import check_fits
 from peagle.drafter.loading import load_drafter

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.data.dataset import open_dataset
 from peagle.errors import InputError
 from peagle.target.loading import load_target

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from peagle.config import SpeculativeConfig, speculative_settings
+from peagle.config.speculative import SpeculativeConfig, speculative_settings
 from peagle.errors import InputError
 from peagle.vllm.versions import MINIMUM, Trait, known_problems, parse_version
 
