@@ -156,8 +156,10 @@ def as_text(content: dict[str, Any]) -> str:
     told = {*problems, *(fit["problems"] if fit is not None else ())}  # above
     engines = []
     for name, engine in (("peagle", content["engines"]["peagle"]), ("vLLM", content["engines"]["vllm"])):
-        engines.append(f"{name}: takes {what}" if engine["takes"] else f"{name}: does not take {what}")
-        engines += [f"  {text}" for text in engine["problems"] if text not in told]
+        more = [text for text in engine["problems"] if text not in told]
+        verdict = f"takes {what}" if engine["takes"] else f"does not take {what}"
+        engines.append(f"{name}: {verdict}" + ("" if engine["takes"] or more else " (for the problems above)"))
+        engines += [f"  {text}" for text in more]
     vllm = content["engines"]["vllm"]
     engines.append(f"  needs {vllm['needs']}; {vllm['installed'] or 'none'} is installed here")
     engines += [f"  {p['versions']}: {p['what']}; {p['instead']}" for p in vllm["known"]]

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from peagle.errors import InputError
-from peagle.target.loading import reason, resolve_model
+from peagle.target.loading import resolve_model, unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def read_target_config(source: str, name_or_path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(source)
     except Exception as error:
-        raise InputError(f"model: the config of {name_or_path!r} could not be read ({reason(error)})") from error
+        raise unreadable(name_or_path, source, error) from error
 
 
 def read_target_facts(name_or_path: str) -> TargetFacts:

@@ -145,6 +145,30 @@ def resolve_model(name_or_path: str) -> str:
     return name_or_path
 
 
+def unreadable(name_or_path: str, source: str, error: Exception) -> InputError:
+    """For a config that Transformers could not read at `source`, the resolved `name_or_path`."""
+    if Path(source).is_dir():
+        return InputError(f"model: {name_or_path!r} could not be loaded ({reason(error)})")
+    return InputError(
+        f"model: {name_or_path!r} is no folder here and could not be loaded from the Hub ({reason(error)})"
+    )
+
+
+def parse_device(device: str | torch.device | None) -> torch.device:
+    """A device that models are loaded to; None: cuda where there is one, else cpu. Raises InputError."""
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise InputError(f"device: got {str(device)!r}, expected cpu, cuda or cuda:N")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device: got {str(device)!r}, but PyTorch sees no GPU here")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device: got {str(device)!r}, expected cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    return where
+
+
 def eos_ids(model_config: object, generation_config: GenerationConfig | None, tokenizer: object) -> frozenset[int]:
     """Every token id that ends an answer, from the generation config, the model's and the tokenizer's."""
     ids: set[int] = set()
@@ -183,17 +207,12 @@ def load_target(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"dtype: got {dtype!r}, expected auto or one of {', '.join(DTYPES)}")
-    try:
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise InputError(f"device: got {device!r}, expected cpu, cuda or cuda:N") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device: got {device!r}, but PyTorch sees no GPU here")
+    where = parse_device(device)
     source = resolve_model(name_or_path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise InputError(f"model: {name_or_path!r} could not be loaded ({reason(error)})") from error
+        raise unreadable(name_or_path, source, error) from error
     torch_dtype = auto_dtype(config, name_or_path, where.type) if dtype == "auto" else DTYPES[dtype]
     text = config.get_text_config()
     total_layers, verbosity = getattr(text, "num_hidden_layers", None), transformers_logging.get_verbosity()
