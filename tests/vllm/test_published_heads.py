@@ -20,8 +20,9 @@ from peagle.engine import Engine
 from peagle.engine.loading import load_bound_drafter
 from peagle.target import Target
 from peagle.target.facts import target_facts
+from peagle.target.head_fit import target_problems, target_warnings
 from peagle.training.init import drafter_config
-from peagle.vllm.needs import head_traits, target_problems, target_warnings
+from peagle.vllm.needs import head_traits
 from peagle.vllm.serve import Installed
 from peagle.vllm.serve import run as serve
 from peagle.vllm.versions import known_problems

@@ -55,7 +55,8 @@ def describe_head(
     """Everything that `peagle inspect` says, as JSON. refusal: what our engine has against the target."""
     from dataclasses import asdict
 
-    from peagle.vllm.needs import head_traits, serving_problems, target_problems, target_warnings, vllm_minimum
+    from peagle.target.head_fit import target_problems, target_warnings
+    from peagle.vllm.needs import head_traits, serving_problems, vllm_minimum
     from peagle.vllm.serve import version_problem
     from peagle.vllm.versions import known_problems
 

@@ -155,7 +155,8 @@ def check(target: str, settings: dict[str, Any] | None, installed: Installed | N
     """Refuse what cannot work, without weights; return what is worth knowing. Completes `settings` in place."""
     from peagle.drafter.facts import read_head_facts
     from peagle.target.facts import read_target_facts
-    from peagle.vllm.needs import head_traits, serving_problems, target_warnings
+    from peagle.target.head_fit import target_warnings
+    from peagle.vllm.needs import head_traits, serving_problems
 
     version = None if installed is None else parse_version(installed.version)
     if settings is None:
