@@ -19,7 +19,8 @@ from peagle.target.model import Target
 
 log = logging.getLogger(__name__)
 
-MAX_CAPTURED_ROWS = 1024  # unless the config says otherwise
+# Unless the config says otherwise. Beyond so many rows of prompts a pass takes longer than its launches.
+MAX_CAPTURED_ROWS, MAX_MIXED_ROWS = 1024, 512
 
 
 def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
@@ -91,6 +92,14 @@ def captured_rows(config: EngineConfig, device: torch.device, num_speculative_to
     if config.max_cudagraph_capture_size is not None:
         return config.max_cudagraph_capture_size
     return min(config.max_num_seqs * (num_speculative_tokens + 1), MAX_CAPTURED_ROWS)
+
+
+def mixed_rows(config: EngineConfig, device: torch.device, max_num_batched_tokens: int) -> int:
+    """The most rows of a step with prompts in it whose passes are padded, as CUDA graphs; 0: none are."""
+    if config.enforce_eager or device.type != "cuda":
+        return 0
+    limit = config.max_cudagraph_capture_size
+    return min(MAX_MIXED_ROWS if limit is None else limit, max_num_batched_tokens)
 
 
 def runs_ahead(config: EngineConfig, device: torch.device) -> bool:
