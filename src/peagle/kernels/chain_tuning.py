@@ -7,7 +7,7 @@ for a few of the model's layers in turn, so that no weight is found in a cache.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -93,7 +93,7 @@ def run_chained(layers: Sequence[LayerWeights], x: Tensor, residual: Tensor, att
     return x
 
 
-def time_forms(forms: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
+def time_forms(forms: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
     """Milliseconds of each form that the card can run, the median of replays of its graph, the forms taking turns: so
     that none has the card when it is cooler, or not awake yet."""
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
