@@ -110,10 +110,12 @@ def test_requests_are_no_more_than_rows(target: Target, padded: Padded) -> None:
 
 
 def test_on_a_gpu_unless_switched_off() -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert mixed_rows(EngineConfig(), cpu, 8192) == 0
-    assert mixed_rows(EngineConfig(), gpu, 8192) == 512
-    assert mixed_rows(EngineConfig(), gpu, 256) == 256
-    assert mixed_rows(EngineConfig(max_cudagraph_capture_size=64), gpu, 8192) == 64
-    assert mixed_rows(EngineConfig(max_cudagraph_capture_size=0), gpu, 8192) == 0
-    assert mixed_rows(EngineConfig(enforce_eager=True), gpu, 8192) == 0
+    gpu, cpu, small, large = torch.device("cuda"), torch.device("cpu"), 10**8, 8 * 10**9
+    assert mixed_rows(EngineConfig(), cpu, 8192, small) == 0
+    assert mixed_rows(EngineConfig(), gpu, 10**5, small) == 8192
+    assert mixed_rows(EngineConfig(), gpu, 256, small) == 256
+    assert mixed_rows(EngineConfig(), gpu, 8192, large) == 750
+    assert mixed_rows(EngineConfig(), gpu, 8192, 10 * large) == 512
+    assert mixed_rows(EngineConfig(max_cudagraph_capture_size=64), gpu, 8192, small) == 64
+    assert mixed_rows(EngineConfig(max_cudagraph_capture_size=0), gpu, 8192, small) == 0
+    assert mixed_rows(EngineConfig(enforce_eager=True), gpu, 8192, small) == 0

@@ -113,7 +113,7 @@ class Engine:
             self.max_model_len,
             steps,
             captured_rows(config, target.device, num_speculative_tokens),
-            mixed_rows(config, target.device, budget),
+            mixed_rows(config, target.device, budget, sum(p.numel() for p in target.layers.parameters())),
             synthetic_rates,
             cache_dtype(target, config),
             late,
