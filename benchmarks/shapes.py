@@ -146,6 +146,7 @@ def main() -> None:
             enforce_eager=args.enforce_eager,
         )
         engine = Engine(target, drafter, head.k, config, rates(arm.length, head.k) if head.k else None)
+        engine.capture()
         for concurrency in several:
             found = run(engine, concurrency, args)
             results.append({"arm": str(head), **found})

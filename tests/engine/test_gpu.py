@@ -149,6 +149,6 @@ def test_early_launches_change_nothing(target_folder: Callable[[str], Path], arc
             engine = make_engine(target, drafter, 3)
             answers.append([r.output_token_ids for r in run(engine, SEQUENCES[:2], greedy(ANSWER))])
     finally:
-        use_chain(None)
+        use_chain("tuned")
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]

@@ -17,6 +17,7 @@ def convert(
     layout: Annotated[
         str,
         typer.Option(
+            "--layout",
             metavar="LAYOUT",
             help="native (vLLM 0.16 and later) or speculators (as the speculators project writes heads).",
         ),

@@ -19,7 +19,9 @@ def inspect(
     head: Annotated[str, typer.Argument(metavar="HEAD", help="A head's folder or Hub id.")],
     target: Annotated[
         str | None,
-        typer.Option(metavar="TARGET", help="Also say whether it fits this model (its config only is read)."),
+        typer.Option(
+            "--target", metavar="TARGET", help="Say too whether it fits this model (only its config is read)."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -46,8 +46,10 @@ def serve(
             '"parallel_drafting": true}\'. Without it the target decodes plainly.',
         ),
     ] = None,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0 for any free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Address to listen on; 0.0.0.0 for all.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0 for any free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,9 +72,11 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(metavar="N", min=0, help="Requests that may wait beyond those; more are refused with 429.")
     ] = 1024,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")
+    ] = "auto",
     device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="cpu or cuda; default: cuda where there is one.")
+        str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda; default: cuda where there is one.")
     ] = None,
     block_size: Annotated[int, typer.Option(metavar="N", help="Tokens a KV block.")] = 16,
     num_kv_blocks: Annotated[

@@ -19,6 +19,7 @@ from peagle.engine.checks import (
     check_threshold,
     count_logprobs,
     make_planner,
+    mixed_rows,
     runs_ahead,
 )
 from peagle.engine.detokenizer import Detokenizer
@@ -112,6 +113,7 @@ class Engine:
             self.max_model_len,
             steps,
             captured_rows(config, target.device, num_speculative_tokens),
+            mixed_rows(config, target.device, budget, sum(p.numel() for p in target.layers.parameters())),
             synthetic_rates,
             cache_dtype(target, config),
             late,
