@@ -28,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peagle.bench.json_file import check_writable, write_json
 from peagle.bench.machine import machine_facts, machine_line
 from peagle.bench.tables import align
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.drafter import Drafter, DrafterConfig
 from peagle.engine import Engine, SamplingParams
 from peagle.engine.loading import prepare_drafter, prepare_for_inference

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine import Engine, SamplingParams
 from peagle.errors import InputError
 from peagle.target import Target, load_target

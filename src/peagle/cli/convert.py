@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 if TYPE_CHECKING:
-    from peagle.drafter.checkpoint import Layout
+    from peagle.drafter.layouts import Layout
 
 
 def convert(

@@ -105,9 +105,12 @@ def evaluate(
     from peagle.bench.acceptance import evaluate_head
     from peagle.bench.machine import machine_facts, machine_line
     from peagle.bench.tables import acceptance_table, check_lines, context_table
-    from peagle.config import EngineConfig, SpeculativeConfig
+    from peagle.config.engine import EngineConfig
+    from peagle.config.speculative import SpeculativeConfig
     from peagle.engine.loading import load_engine
     from peagle.engine.sampling_params import SamplingParams
+    from peagle.target.facts import read_target_facts
+    from peagle.target.head_fit import check_head
     from peagle.target.loading import load_target
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature[0], top_k=top_k, top_p=top_p, seed=seed)
@@ -117,6 +120,8 @@ def evaluate(
     if threads is not None:
         torch.set_num_threads(threads)
     set_verbosity_error()
+    for head in heads:  # all of them, before the first one's answers are made
+        check_head(head, read_target_facts(target))
     loaded = load_target(target, dtype, device)
     facts = machine_facts(loaded.device, loaded.dtype)
     typer.echo(f"{target} · {machine_line(facts)}", err=True)

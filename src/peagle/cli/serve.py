@@ -12,6 +12,8 @@ from peagle.cli.json_flag import json_strings
 from peagle.errors import InputError
 
 if TYPE_CHECKING:
+    from peagle.config.engine import EngineConfig
+    from peagle.config.speculative import SpeculativeConfig
     from peagle.engine.engine import Engine
 
 
@@ -144,7 +146,8 @@ def serve(
     With --engine vllm the same command checks the head and starts stock vLLM instead; vLLM's own flags pass through,
     and --dry-run prints the command only.
     """
-    from peagle.config import EngineConfig, SpeculativeConfig
+    from peagle.config.engine import EngineConfig
+    from peagle.config.speculative import SpeculativeConfig
 
     origins = json_strings(allowed_origins, "--allowed-origins")
     if "" in (api_key or ()):  # of an unset variable, say: it would let in whoever sends none
@@ -197,8 +200,27 @@ def serve(
     server.run(sockets=[sock])
 
 
+def check_by_config(target: str, speculative: SpeculativeConfig | None) -> None:
+    """Refuse a target that the engine does not run, and a head that does not fit it, before minutes of loading."""
+    from peagle.target.facts import read_target_config, target_facts
+    from peagle.target.head_fit import check_head
+    from peagle.target.loading import resolve_model
+    from peagle.target.refusal import engine_refusal
+
+    config = read_target_config(resolve_model(target), target)
+    if (refusal := engine_refusal(config, target)) is not None:
+        raise InputError(refusal)
+    if speculative is not None:
+        check_head(speculative.model, target_facts(config, target), speculative.kind)
+
+
 def load(
-    target: str, speculative: object, dtype: str, device: str | None, config: object, threads: int | None
+    target: str,
+    speculative: SpeculativeConfig | None,
+    dtype: str,
+    device: str | None,
+    config: EngineConfig,
+    threads: int | None,
 ) -> tuple[Engine, list[str]]:
     """The engine, and what it warned of while it was made."""
     import torch
@@ -210,10 +232,11 @@ def load(
         torch.set_num_threads(threads)
     set_verbosity_error()
     disable_progress_bar()
+    check_by_config(target, speculative)
     logger, collected = logging.getLogger("peagle"), Collected()
     logger.addHandler(collected)
     try:
-        engine = load_engine(target, speculative, dtype, device, config)  # type: ignore[arg-type]
+        engine = load_engine(target, speculative, dtype, device, config)
         engine.capture()
     except torch.OutOfMemoryError as error:
         raise InputError(

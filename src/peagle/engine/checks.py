@@ -8,7 +8,7 @@ from operator import index
 
 import torch
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.draft_table import DraftTable
 from peagle.drafter.model import Drafter
 from peagle.engine.draft_length import DraftLength

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.draft_table import DraftTable
 from peagle.drafter.model import Drafter
 from peagle.engine.checks import (

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from peagle.config import EngineConfig, SpeculativeConfig, WeightDtype
-from peagle.drafter.checkpoint import check_fits, load_drafter
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig, WeightDtype
 from peagle.drafter.config import with_aux_layers
+from peagle.drafter.fit import check_fits
+from peagle.drafter.loading import load_drafter
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.errors import InputError

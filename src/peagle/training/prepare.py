@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter.model import Drafter
 from peagle.target.model import Target
 from peagle.training.distributed import World
