@@ -78,6 +78,9 @@ def evaluate(
     check: Annotated[
         bool, typer.Option("--check", help="Also decode plainly and say whether every answer is the same.")
     ] = False,
+    by_context: Annotated[
+        bool, typer.Option("--by-context", help="Also print acceptance lengths by the length of the context.")
+    ] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Write all counts and rates to this file.")
     ] = None,
@@ -101,7 +104,7 @@ def evaluate(
 
     from peagle.bench.acceptance import evaluate_head
     from peagle.bench.machine import machine_facts, machine_line
-    from peagle.bench.tables import acceptance_table, check_lines
+    from peagle.bench.tables import acceptance_table, check_lines, context_table
     from peagle.config.engine import EngineConfig
     from peagle.config.speculative import SpeculativeConfig
     from peagle.engine.loading import load_engine
@@ -145,6 +148,8 @@ def evaluate(
             )
         del engine
     typer.echo(acceptance_table(results))
+    if by_context:
+        typer.echo("\n" + context_table(results))
     if check:
         typer.echo("\n" + "\n".join(check_lines(results)))
     if json_path is not None:

@@ -288,6 +288,7 @@ class Engine:
             if drafted:
                 request.metrics.add(drafted, from_drafts)
                 self.stats.spec.add(drafted, from_drafts)
+                self.stats.by_context.add(plan.starts[i] + 1, from_drafts)
             self.stats.num_output_tokens += kept
             advanced.append((request, new[:kept], from_drafts, result.logprobs.get(i, [])[:kept]))
         finished = [request for request, *_ in advanced if request.status is Status.FINISHED]
