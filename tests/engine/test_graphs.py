@@ -56,6 +56,27 @@ def test_run_record_replay(made: list[FakeGraph]) -> None:
     assert len(graphs) == 1
 
 
+def test_what_is_recorded_stays_when_another_cannot_be(
+    made: list[FakeGraph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs, calls = Graphs(), []
+    for _ in range(3):
+        graphs.run("a", lambda: calls.append("a"))
+
+    def fails(_graph: FakeGraph, pool: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    for _ in range(3):
+        graphs.run("b", lambda: calls.append("b"))
+    graphs.run("a", lambda: calls.append("a"))
+    assert calls == ["a", "a", "b", "b", "b"]
+    assert made[0].replays == 3
+    assert not graphs.possible
+    assert list(graphs.keys()) == ["a"]
+    assert "out of memory" in caplog.text
+
+
 def test_a_step_that_waits_runs_without(made: list[FakeGraph], caplog: pytest.LogCaptureFixture) -> None:
     graphs, calls = Graphs(), []
 

@@ -23,5 +23,13 @@ def test_equals_pytorch(vocab: int, dtype: torch.dtype) -> None:
     assert argmax_rows_triton(x.to(DEVICE)).tolist() == first
 
 
+@pytest.mark.parametrize("vocab", [7, CHUNK, 2 * CHUNK + 33])
+def test_nan_leads_nowhere(vocab: int) -> None:
+    x = torch.full((3, vocab), float("nan"))
+    x[1, 2] = -1.0
+    x[2, :-1] = float("-inf")
+    assert argmax_rows_triton(x.to(DEVICE)).tolist() == [0, 2, 0]
+
+
 def test_no_rows() -> None:
     assert argmax_rows_triton(torch.zeros(0, 9, device=DEVICE)).shape == (0,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 import torch
 
@@ -32,6 +32,15 @@ class Graphs:
         """How many are recorded."""
         return len(self._graphs)
 
+    def keys(self) -> Collection[Hashable]:
+        """What is recorded."""
+        return self._graphs.keys()
+
+    @property
+    def possible(self) -> bool:
+        """Whether this model's steps can be recorded, as far as is known."""
+        return self._possible
+
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Run `function`, which must use the same tensors whenever it comes with the same key.
 
@@ -39,11 +48,10 @@ class Graphs:
         second it is recorded. A model that cannot be recorded (some mixtures of experts wait for the device within a
         step) runs as it is. Every call runs the function exactly once: a step is not to be repeated.
         """
-        if self._possible and key in self._warm:
-            if key in self._graphs or self._record(key, function):
-                self._graphs[key].replay()
-                return
-        elif self._possible:
+        if key in self._graphs or (self._possible and key in self._warm and self._record(key, function)):
+            self._graphs[key].replay()
+            return
+        if self._possible and key not in self._warm:
             self._warm.add(key)
             self._run_first(function)
             return

@@ -58,6 +58,10 @@ class MixedStep:
         self.aux = zeros(max_rows, len(self.aux_layer_ids) * target.hidden_size, dtype=target.dtype)
         self.drafts = zeros(most, draft_pass.num_drafts if draft_pass is not None else 0)
 
+    def takes(self, rows: int) -> bool:
+        """Whether a step of so many rows gains by being padded: not where the model turned out not to be recordable."""
+        return rows <= self.max_rows and self.graphs.possible
+
     def target_states(self, token_ids: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
         """The target's pass over T rows: what its LM head reads [T, H], and the auxiliary states [T, 3H]."""
         rows, requests = len(token_ids), len(batch.context_lens)

@@ -159,7 +159,7 @@ class Runner:
         drafting = self.draft_pass is not None and inputs.any_drafting
         keeping = self.late_rows is not None and inputs.any_speculation
         made_up = 0.0
-        mixed = self.mixed if self.mixed is not None and len(token_ids) <= self.mixed.max_rows else None
+        mixed = self.mixed if self.mixed is not None and self.mixed.takes(len(token_ids)) else None
         aux: Tensor | None
         if mixed is not None:
             hidden, aux = mixed.target_states(token_ids, inputs.batch)

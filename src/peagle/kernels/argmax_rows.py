@@ -16,6 +16,7 @@ def _chunk_kernel(best_ptr, where_ptr, x_ptr, vocab, x_stride, CHUNK: tl.constex
     chunk = tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + row * x_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))  # with NaN the index could be one behind the row
     best, where = tl.max(x, 0, return_indices=True)
     cell = row * tl.num_programs(1) + chunk
     tl.store(best_ptr + cell, best)
@@ -32,7 +33,7 @@ def _join_kernel(out_ptr, best_ptr, where_ptr, chunks, CHUNKS: tl.constexpr):
 
 def argmax_rows_triton(x: Tensor) -> Tensor:
     """x [N, V], the last dimension contiguous -> the index [N] int64 of each row's greatest number, the first of
-    several. Rows that hold NaN give some index."""
+    several; NaN counts as the least."""
     rows, vocab = x.shape
     chunks = triton.cdiv(vocab, CHUNK)
     best = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)

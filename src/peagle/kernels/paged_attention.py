@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -162,6 +164,13 @@ def choose_splits(requests: int, max_query_len: int, block_q: int, kv_heads: int
     return splits
 
 
+@functools.cache
+def runs_table(device: torch.device) -> bool:
+    """Whether `attention_table`'s configurations run on a device: they launch early, which came with capability 9.0,
+    and take more shared memory than cards for desktops have (12.0). Without a GPU they are interpreted."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def paged_attention_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -181,7 +190,7 @@ def paged_attention_triton(
     _, block_size, num_kv_heads, _ = k_cache.shape
     requests = len(batch.query_start) - 1
     group = num_heads // num_kv_heads
-    if num_splits is None:
+    if num_splits is None and runs_table(q.device):
         config = choose_config(requests, batch.max_query_len, num_kv_heads, group, head_dim, k_cache.element_size())
         if config is not None:
             return decode_attention_triton(

@@ -199,6 +199,8 @@ def load_target(
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"dtype: got {dtype!r}, expected auto or one of {', '.join(DTYPES)}")
     where = parse_device(device)
+    if where.type == "cuda" and where.index is not None:
+        torch.cuda.set_device(where)  # Triton and CUDA graphs take the current one
     source = resolve_model(name_or_path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
