@@ -86,6 +86,8 @@ class DraftPass:
         padding on the CPU too, as it is on a GPU.
         """
         fixed_shape = fixed_shape or verified.token_ids.is_cuda
+        if self.drafter.vocabulary is not None:
+            self.drafter.vocabulary.see(verified.token_ids.numpy())
         expand, copy_hidden = expand_draft_batch_on_host, copy_hidden_states
         if verified.token_ids.is_cuda:
             from peagle.kernels.draft_batch_triton import copy_hidden_states_triton, expand_draft_batch_triton
@@ -115,6 +117,8 @@ class DraftPass:
 
     def enter(self, token_ids: Tensor, aux: Tensor, batch: PagedBatch) -> None:
         """Enter true rows into the cache without drafting: token_ids [T], aux [T, 3H] at the rows of `batch`."""
+        if self.drafter.vocabulary is not None:
+            self.drafter.vocabulary.see(token_ids.numpy())
         self._forward(token_ids, self.drafter.combine(aux), batch)
 
     def _run(self, batch: DraftBatch, hidden: Tensor, target: PagedBatch) -> tuple[Tensor, Tensor]:
