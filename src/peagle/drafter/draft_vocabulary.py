@@ -27,14 +27,14 @@ RECENT = 256  # tokens seen in texts beside the listed ones
 
 
 class DraftVocabulary:
-    """The rows of an LM head that drafts are chosen by. ids [N + M]: target ids of the N listed tokens, ascending, then
-    of the M latest others (to begin with, any)."""
+    """The rows of an LM head that drafts are chosen by.
 
-    def __init__(
-        self, listed: Tensor, weight: Tensor, product: Callable[[Tensor], Callable[[Tensor], Tensor]]
-    ) -> None:
-        """listed [N]: ascending, fewer than the vocabulary has. weight [V, H]: the whole LM head. product: of rows of it,
-        what computes their logits."""
+    ids [N + M]: target ids of the N listed tokens, ascending, then of the M latest others (to begin with, any).
+    """
+
+    def __init__(self, listed: Tensor, weight: Tensor, product: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
+        """listed [N]: ascending, fewer than the vocabulary has. weight [V, H]: the whole LM head. product: what makes
+        of rows of it what computes their logits."""
         self.weight = weight
         self.product = product(weight[listed])
         self._known = np.zeros(len(weight), dtype=np.bool_)
@@ -75,7 +75,12 @@ def frequent_tokens(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def write_draft_vocabulary(folder: Path, counts: NDArray[np.int64]) -> int:
-    """Write the list into a head's folder, a bit for each token of the vocabulary; returns how many it names."""
+    """Write the list into a head's folder, a bit for each token of the vocabulary; returns how many it names.
+
+    counts [V]: how often each token occurs in answers. Raises InputError when none does or the file cannot be written.
+    """
+    if not counts.any():
+        raise InputError("answers: hold no token, expected some to count")
     ids = frequent_tokens(counts)
     listed = np.zeros(len(counts), dtype=np.bool_)
     listed[ids] = True
@@ -83,12 +88,15 @@ def write_draft_vocabulary(folder: Path, counts: NDArray[np.int64]) -> int:
         "vocab_size": len(counts),
         "listed": len(ids),
         "answer_tokens": int(counts.sum()),
-        "coverage": round(float(counts[ids].sum() / max(int(counts.sum()), 1)), 4),
+        "coverage": round(float(counts[ids].sum() / counts.sum()), 4),
         "bits": base64.b64encode(np.packbits(listed, bitorder="little").tobytes()).decode(),
     }
     work = folder / f".{FILE}"
-    work.write_text(json.dumps(content, indent=2) + "\n")
-    work.replace(folder / FILE)
+    try:
+        work.write_text(json.dumps(content, indent=2) + "\n")
+        work.replace(folder / FILE)
+    except OSError as error:
+        raise InputError(f"output: {folder / FILE} cannot be written ({error.strerror or error})") from error
     return len(ids)
 
 
@@ -109,6 +117,7 @@ def read_draft_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
     ids = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     if len(ids) == 0 or len(ids) != count or ids[-1] >= vocab_size:
         raise InputError(
-            f"bits: {path} lists {len(ids)} tokens up to {ids.max(initial=-1)}, expected {count}, each below {vocab_size}"
+            f"bits: {path} lists {len(ids)} tokens up to {ids.max(initial=-1)}, expected {count}, each below "
+            f"{vocab_size}"
         )
     return torch.from_numpy(ids)

@@ -61,7 +61,7 @@ def prepare_drafter(
     """Bind a head to its target and make it ready for inference in place, as `prepare_for_inference` does.
 
     weight_dtype: SpeculativeConfig's draft_weight_dtype. listed: on a CPU in float32, the tokens [N] that a head with
-    the whole vocabulary drafts, beside those of the texts; None: all. Raises InputError for float16 where there is none.
+    the whole vocabulary drafts, beside those of the texts; None: all. Raises InputError for float16 where it cannot be.
     """
     drafter.bind(target.embed_weight, target.lm_head_weight, target.model.get_output_embeddings())
     on_cpu = _in_float32_on_cpu(target)
@@ -105,12 +105,14 @@ def listed_tokens(drafter: Drafter, target: Target, speculative: SpeculativeConf
         if drafter.config.reduced_vocab:
             what = f"a head with {drafter.config.draft_vocab_size} draft tokens of its own"
         raise InputError(
-            f"draft_vocabulary: got 'listed' with {what}, expected that only on a CPU in float32, for a head that drafts "
-            "from the whole vocabulary"
+            f"draft_vocabulary: got 'listed' with {what}, expected that only on a CPU in float32, for a head that "
+            "drafts from the whole vocabulary"
         )
     listed = read_draft_vocabulary(resolve_head(speculative.model), target.vocab_size)
     if listed is None and choice == "listed":
-        raise InputError(f"draft_vocabulary: got 'listed', but {speculative.model} has no {FILE}, expected auto or whole")
+        raise InputError(
+            f"draft_vocabulary: got 'listed', but {speculative.model} has no {FILE}, expected auto or whole"
+        )
     return listed
 
 
@@ -136,9 +138,7 @@ def load_bound_drafter(target: Target, speculative: SpeculativeConfig) -> Drafte
     check_fits(
         drafter.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )
-    return prepare_drafter(
-        drafter, target, speculative.draft_weight_dtype, listed_tokens(drafter, target, speculative)
-    )
+    return prepare_drafter(drafter, target, speculative.draft_weight_dtype, listed_tokens(drafter, target, speculative))
 
 
 def load_engine(
