@@ -147,7 +147,7 @@ class DraftPass:
         logits = self.drafter.logits(normed)
         if not self.threshold or fixed_shape:
             return self.drafter.to_target_ids(argmax_rows(logits)), None
-        probs = logits.softmax(dim=-1)
+        probs = logits.softmax(dim=-1, dtype=torch.float32)
         best = argmax_rows(probs)
         return self.drafter.to_target_ids(best), probs.gather(1, best[:, None])[:, 0]
 
