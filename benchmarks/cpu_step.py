@@ -4,10 +4,11 @@
         --eagle3 heads/smollm2-135m-instruct-eagle3 --arms p-eagle:3:target,p-eagle:3:float16 [--profile]
 
 An arm is KIND:K:draft_weight_dtype[:confidence_threshold[:draft_vocabulary]]. Every arm answers every prompt in turn
-(the demo's prompts), so that what else runs on the machine hits all of them alike, and the clock is the thread's CPU time, which does not run while another process
-has the core; with --threads 2 or more it is the wall's. Printed: median and quartiles of a step, acceptance length, and
-the speed-up over plain decoding, which is acceptance length times plain step over step. The answers must be the same in
-all arms. --profile: medians of the step's parts instead, which adds about 1 ms to a step.
+(the demo's prompts), so that what else runs on the machine hits all of them alike, and the clock is the thread's CPU
+time, which does not run while another process has the core; with --threads 2 or more it is the wall's. Printed: median
+and quartiles of a step, acceptance length, and the speed-up over plain decoding, which is acceptance length times plain
+step over step. The answers must be the same in all arms. --profile: medians of the step's parts instead, which adds
+about 1 ms to a step.
 """
 
 from __future__ import annotations
