@@ -24,7 +24,8 @@ import torch
 
 from peagle.bench.acceptance import Chat
 from peagle.bench.demo_prompts import DEMO_PROMPTS
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.data.prompts import make_prompt
 from peagle.engine import Engine, SamplingParams, drafting, runner
 from peagle.engine.loading import load_engine

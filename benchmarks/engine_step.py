@@ -6,8 +6,9 @@
 A head is KIND:LAYERS:K. The floor is the time of a step whose passes (the target's, then the drafter's) each take the
 longer of two times, at the rates measured in the same run: reading once what they must read (every layer's weights, the
 LM head, keys and values of all requests), and the products of their rows with those weights. --profile prints where the
-time of a step goes on the device. --chain measures every head once for each of its entries: without chains of early
-launches (none), with them (default), or with those that benchmarks/few_rows.py has written to a file.
+time of a step goes on the device. --chain measures every head once for each of its entries: with the chains of early
+launches that were chosen when the models were loaded (tuned), without any (none), or in every layer with the
+configurations that are tried first (default) or those that benchmarks/few_rows.py has written to a file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peagle.bench.json_file import check_writable, write_json
 from peagle.bench.machine import machine_facts, machine_line
 from peagle.bench.tables import align
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.drafter import Drafter, DrafterConfig
 from peagle.engine import Engine, SamplingParams
 from peagle.engine.loading import prepare_drafter, prepare_for_inference
@@ -130,22 +132,26 @@ def make_drafter(
 
 
 def use_chain_of(text: str) -> None:
-    """none, default, or the file of benchmarks/few_rows.py. Raises SystemExit for a file that holds no chain."""
-    if text == "none" and not torch.cuda.is_available():
+    """none, tuned, default, or the file of benchmarks/few_rows.py. Raises SystemExit for a file that holds no chain."""
+    if text in ("none", "tuned") and not torch.cuda.is_available():
         return  # without Triton there is nothing to switch off
+    from peagle.kernels.chain_tuning import MEASURED
     from peagle.kernels.chained_layer import Chain, use_chain
     from peagle.kernels.skinny_linear import Config
 
     if text == "none":
         use_chain(None)
+    elif text == "tuned":
+        use_chain("tuned")
     elif text == "default":
-        use_chain(Chain())
+        use_chain(Chain(MEASURED))
     else:
         try:
             found = json.loads(Path(text).read_text())["chain"]
             use_chain(Chain({(mode, height, depth): Config(*config) for mode, height, depth, config in found}))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"--chain: got {text!r}, expected none, default or few_rows.py's file ({error})") from None
+            expected = "expected none, default or tuned, or few_rows.py's file"
+            raise SystemExit(f"--chain: got {text!r}, {expected} ({error})") from None
 
 
 def rates(length: float, k: int) -> tuple[float, ...]:
@@ -306,7 +312,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="Steps a round.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
-    parser.add_argument("--chain", default="none", help="none, default or a file of few_rows.py; several by commas.")
+    help = "tuned, none, default or a file of few_rows.py; several by commas."
+    parser.add_argument("--chain", default="tuned", help=help)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--no-async-scheduling", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -374,12 +381,13 @@ def main() -> None:
         )
     print(f"{args.shape} with random weights, {args.prompt_tokens} prompt tokens, SYNTHETIC acceptance\n")
     print(align(table))
-    products = {}
+    products, chains = {}, {}
     if device.type == "cuda":
-        from peagle.kernels.skinny_linear import findings
+        from peagle.kernels import chain_tuning, skinny_linear
 
-        products = findings()
+        products, chains = skinny_linear.findings(), chain_tuning.findings()
         print("\nproducts of few rows: " + "; ".join(f"{name}: {choice}" for name, choice in products.items()))
+        print("chains, where tuned: " + "; ".join(f"{name}: {choice}" for name, choice in chains.items()))
     if args.json is not None:
         settings = {name: value for name, value in vars(args).items() if name != "json"}
         content = {
@@ -388,6 +396,7 @@ def main() -> None:
             "bandwidth_bytes_per_second": speed,
             "product_operations_per_second": rate,
             "products": products,
+            "chains": chains,
             "results": results,
         }
         write_json(args.json, content)

@@ -5,9 +5,9 @@
 Needs a GPU of compute capability 9.0. What is timed is always a whole layer of a Llama-8B's shape (products, norms,
 RoPE, attention over one request's cache), replayed as one CUDA graph over as many layers' random weights as no cache
 holds. Every configuration of a product is first compared with the product in float32, on fresh inputs and over memory
-full of NaN; then each product in turn takes the configuration with which the layer is fastest. The floor is reading the
-layer's weights, keys and values once at the bandwidth measured in the same run. The chain that is found can be given to
-`benchmarks/engine_step.py --chain out.json`.
+full of NaN; then each product in turn takes the configuration with which the layer is fastest, beginning with those
+of `chain_tuning`. The floor is reading the layer's weights, keys and values once at the bandwidth measured in the same
+run. The chain that is found can be given to `benchmarks/engine_step.py --chain out.json`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor
 from peagle.bench.json_file import check_writable, write_json
 from peagle.bench.machine import machine_facts, machine_line
 from peagle.bench.tables import align
+from peagle.kernels import chain_tuning
 from peagle.kernels.argmax_rows import argmax_rows_triton
 from peagle.kernels.chained_layer import Chain, run_layer_chained
 from peagle.kernels.fused_layer import run_layer, tune_layers
@@ -173,10 +174,17 @@ def correct(case: Case, rows: int) -> dict[Mode, list[Config]]:
     return found
 
 
+def entries(chain: Chain) -> list[list[Any]]:
+    """A chain as engine_step.py reads it."""
+    return [[*key, list(config)] for key, config in chain.configs.items()]
+
+
 def find(case: Case, record: Record, right: dict[Mode, list[Config]], end: float) -> Chain:
     """The chain with which a layer is fastest, one product after the other."""
-    best = Chain()
-    least = record.time("chain", "defaults", lambda: chained(case, best))
+    first = chain_tuning.CANDIDATES["measured"]
+    best = Chain({(mode, *w.shape): first.config(mode, w) for mode, w in case.weights_of_first().values()})
+    record.content["chain"] = entries(best)
+    least = record.time("chain", "measured before", lambda: chained(case, best))
     for turn in ("", " again"):  # again, because what is best for one depends on its neighbours
         for product_name, (mode, weight) in case.weights_of_first().items():
             key = (mode, *weight.shape)
@@ -194,7 +202,7 @@ def find(case: Case, record: Record, right: dict[Mode, list[Config]], end: float
                     us = record.time(product_name + turn, name(config), partial(chained, case, chain))
                     if us < least:
                         least, best = us, chain
-                        record.content["chain"] = [[*k, list(found)] for k, found in best.configs.items()]
+                        record.content["chain"] = entries(best)
     return best
 
 
@@ -217,7 +225,8 @@ def main() -> None:
     case = make_case(args.rows)
     record = Record(case, speed, facts, args.json)
     tune_layers(case.layers)
-    print("library or ours: " + "; ".join(f"{key}: {value}" for key, value in findings().items()))
+    choices = findings() | chain_tuning.findings()
+    print("library or ours: " + "; ".join(f"{key}: {value}" for key, value in choices.items()))
     record.time("present", "", lambda: present(case))
     right = correct(case, args.rows)
 

@@ -29,7 +29,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from peagle.bench.json_file import check_writable, write_json
 from peagle.bench.machine import machine_facts, machine_line
 from peagle.bench.tables import align
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine import Engine, SamplingParams
 from peagle.engine.loading import prepare_for_inference
 from peagle.target import Target
@@ -146,6 +146,7 @@ def main() -> None:
             enforce_eager=args.enforce_eager,
         )
         engine = Engine(target, drafter, head.k, config, rates(arm.length, head.k) if head.k else None)
+        engine.capture()
         for concurrency in several:
             found = run(engine, concurrency, args)
             results.append({"arm": str(head), **found})

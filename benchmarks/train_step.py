@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.target import Target, load_target
 from peagle.training.attention import RowAttention
 from peagle.training.distributed import World

@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from peagle.bench.tables import align
     from peagle.cli.eval import head_names, parse_ks, prompt_spec
     from peagle.data.prompts import load_prompts
-    from peagle.drafter.checkpoint import read_config, resolve_head
+    from peagle.drafter.loading import read_config, resolve_head
     from peagle.engine.llm import LLM
     from peagle.engine.sampling_params import SamplingParams
     from peagle.target.loading import load_target, resolve_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peagle.config import SpeculativeConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.draft_table import drafts_at, parse_draft_table
 from peagle.errors import InputError
 

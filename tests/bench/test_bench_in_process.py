@@ -10,7 +10,7 @@ from peagle.bench.in_process import run_in_process
 from peagle.bench.load_client import Sampling
 from peagle.bench.questions import Questions
 from peagle.bench.workloads import Workload
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.data.prompts import make_prompt
 from peagle.engine.engine import Engine
 from peagle.target.text import read_target_text

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine import Engine
 from tests.load_benchmark import load
 

@@ -1,6 +1,6 @@
 from peagle.bench.acceptance import Acceptance, Check
 from peagle.bench.compare import Difference
-from peagle.bench.tables import acceptance_table, check_lines
+from peagle.bench.tables import acceptance_table, check_lines, context_table
 from peagle.engine.stats import SpecMetrics
 
 
@@ -38,3 +38,19 @@ def test_check_lines():
         "b K=2, chat, greedy: 2 of 3 answers equal plain decoding's; first difference: prompt 2: token 5 differs, "
         "logit gap there 2e-06",
     ]
+
+
+def test_context_table_has_a_row_for_each_bin_that_any_head_reached():
+    a, b = row("a", 2, []), row("b", 2, [])
+    for context, accepted in ((1, 2), (511, 0), (512, 1)):
+        a.by_context.add(context, accepted)
+    b.by_context.add(1024, 2)
+    lines = context_table([a, b]).splitlines()
+    assert lines[0] == "chat, greedy, K = 2, by context length"
+    assert [line.split() for line in lines[2:]] == [
+        ["0..511", "2.00", "2", "0"],
+        ["512..1023", "2.00", "1", "0"],
+        ["1024..1535", "0", "3.00", "1"],
+    ]
+    assert a.to_dict()["acceptance_lengths_by_context"] == {0: 2.0, 512: 2.0}
+    assert a.to_dict()["by_context"]["num_drafts"] == {0: 2, 1: 1}

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from peagle.cli.eval import head_names, parse_ks, prompt_spec
+from peagle.drafter import load_drafter, save_drafter
 from peagle.errors import InputError
 from tests.cli.conftest import run_peagle
 
@@ -68,6 +69,16 @@ def test_bad_values(target, heads, prompts, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_head_that_does_not_fit_is_named_before_the_others_run(target, heads, prompts, target_folder, tmp_path):
+    other = save_drafter(load_drafter(heads["eagle3"]), tmp_path / "other")
+    config = json.loads((other / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": [2, 3, 30]}
+    (other / "config.json").write_text(json.dumps(config))
+    result = run_peagle("eval", target, heads["p-eagle"], other, "--prompts", prompts, "--k", 2)
+    assert result.exit_code == 2
+    assert f"head {other} does not fit {target}:\n  head: eagle_aux_hidden_state_layer_ids" in result.stderr
+    assert "torch" not in result.stderr  # no target was loaded
 
 
 def test_a_bad_line_is_named(target, heads, tmp_path):

@@ -15,10 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import LlamaConfig, MambaConfig
 
 import peagle
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from tests.cli.conftest import run_peagle
+from tests.conftest import COMMON
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(model=model, speculative=speculative, config=config)
         raise Stop
 
+    monkeypatch.setattr("peagle.cli.serve.check_by_config", lambda target, speculative: None)
     monkeypatch.setattr("peagle.engine.loading.load_engine", take)
     monkeypatch.setattr("peagle.server.run.bind", lambda host, port: found.update(address=(host, port)))
     return found
@@ -136,7 +140,25 @@ def test_a_head_of_the_other_kind(target: str, heads: dict[str, str]) -> None:
         "serve", target, "--device", "cpu", "--port", 0, "--speculative-config", json.dumps(speculative)
     )
     assert result.exit_code == 2
-    assert "parallel_drafting" in result.output or "p-eagle" in result.output.lower()
+    assert "kind: is eagle3, expected p-eagle" in result.output
+
+
+def test_what_cannot_run_is_refused_before_weights_are_read(
+    heads: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("peagle.engine.loading.load_engine", never)
+    LlamaConfig(**COMMON | {"hidden_size": 64}).save_pretrained(tmp_path / "other")
+    speculative = {"model": heads["eagle3"], "num_speculative_tokens": 3}
+    result = run_peagle("serve", tmp_path / "other", "--port", 0, "--speculative-config", json.dumps(speculative))
+    assert result.exit_code == 2
+    assert f"head {heads['eagle3']} does not fit {tmp_path / 'other'}:\n  head: target_hidden_size 32" in result.output
+    MambaConfig(**COMMON).save_pretrained(tmp_path / "recurrent")
+    result = run_peagle("serve", tmp_path / "recurrent", "--port", 0)
+    assert result.exit_code == 2
+    assert "has layers of type linear_attention" in result.output
 
 
 def test_serve_and_sigterm(target: str, heads: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,18 @@ def test_killed_and_run_again(files, chat, stop_after):
     engine, open_target = target(chat)
     generate(job(files), open_target, lambda _: None)
     assert engine.seen == [], "nothing is left to do"
+
+
+def test_other_settings_in_the_same_folder_are_said(files, chat):
+    first = job(files)
+    generate(first, target(chat)[1], lambda _: None)
+    said = []
+    generate(first, target(chat)[1], said.append)
+    assert not any("other settings" in line for line in said)
+    changed = replace(first, answers=replace(first.answers, max_tokens=3))
+    generate(changed, target(chat)[1], said.append)
+    [line] = [line for line in said if "other settings" in line]
+    assert line.endswith(f"(max_tokens: {first.answers.max_tokens} -> 3)")
 
 
 def test_errors_come_before_the_model_is_loaded(files):

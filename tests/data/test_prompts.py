@@ -80,6 +80,15 @@ def test_limit_is_a_fixed_nested_choice(tmp_path):
     assert [p.turns for p in small] != [(f"prompt {i}",) for i in range(10)]
 
 
+def test_join_makes_long_conversations(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"a{i}", f"b{i}"]}) + "\n" for i in range(5)))
+    turns = [prompt.turns for prompt in load_prompts([f"{path}:join=2"])]
+    assert turns == [("a0", "b0", "a1", "b1"), ("a2", "b2", "a3", "b3"), ("a4", "b4")]
+    assert load_prompts([f"{path}:join=1"]) == load_prompts([str(path)])
+    assert len(load_prompts([f"{path}:join=2:limit=1"])) == 1
+
+
 def test_where_name_and_templates(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "puts 1", "language": "ruby"}, {"prompt": "x", "language": "go"}])
     prompts = load_prompts([rf"{path}:where=language=ruby:name=rb:template=Do: it\n{{prompt}}"])
@@ -92,6 +101,7 @@ def test_where_name_and_templates(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("a.jsonl:join=x", "join=x: expected a positive"),
         ("a.jsonl:limit=0", "limit=0: expected a positive"),
         ("a.jsonl:limit=x", "limit=x"),
         ("a.jsonl:colour=red", "unknown option 'colour'"),

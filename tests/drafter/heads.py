@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file, save_file
 
 from peagle.drafter import Drafter, DrafterConfig
 
@@ -67,3 +72,18 @@ def causal_attend(mask: torch.Tensor):
         return torch.einsum("hqk,khd->qhd", weights, v)
 
     return attend
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    """Change keys of config.json; a value of None takes the key away."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the dict of tensors of model.safetensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.drafter import Drafter, DrafterConfig
 from peagle.engine import Engine, SamplingParams, StepOutput
 from peagle.engine.parity import first_divergence, logit_gap

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.drafter import Drafter
 from peagle.engine import Engine
 from peagle.engine.checks import check_threshold

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.drafter import Drafter
 from peagle.engine import Engine, SamplingParams
 from peagle.engine.checks import captured_rows, runs_ahead

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.drafter import Drafter
 from peagle.engine import LLM, Engine, SamplingParams, draft_planner
 from peagle.engine.checks import make_planner

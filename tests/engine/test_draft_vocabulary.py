@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.config import SpeculativeConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.drafter import Drafter, save_drafter
 from peagle.drafter.draft_vocabulary import FILE, write_draft_vocabulary
 from peagle.engine.loading import load_bound_drafter, load_engine, prepare_drafter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine import Engine, SamplingParams
 from peagle.errors import InputError
 from peagle.target import Target, load_target
@@ -149,6 +149,6 @@ def test_early_launches_change_nothing(target_folder: Callable[[str], Path], arc
             engine = make_engine(target, drafter, 3)
             answers.append([r.output_token_ids for r in run(engine, SEQUENCES[:2], greedy(ANSWER))])
     finally:
-        use_chain(None)
+        use_chain("tuned")
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]

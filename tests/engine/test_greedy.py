@@ -73,6 +73,8 @@ def test_own_drafts(target: Target, plain: list[list[int]], kind: str) -> None:
     engine = make_engine(target, drafter, 4)
     for prompt, answer, request in zip(SEQUENCES, plain, run(engine, SEQUENCES, greedy(ANSWER)), strict=True):
         assert_same(target, prompt, answer, request.output_token_ids)
+    assert sum(engine.stats.by_context.num_drafts.values()) == engine.stats.spec.num_drafts
+    assert sum(engine.stats.by_context.num_accepted_tokens.values()) == engine.stats.spec.num_accepted_tokens
     assert engine.stats.spec.num_drafts > 100
 
 

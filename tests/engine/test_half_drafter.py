@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.config import SpeculativeConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.drafter import Drafter, save_drafter
 from peagle.engine import SamplingParams
 from peagle.engine.loading import load_bound_drafter, load_engine, prepare_drafter

@@ -89,7 +89,7 @@ def test_same_as_eager(
     if chained:
         chain = Chain(is_early=False)
         for layers in (target_fused, fused_drafter):
-            monkeypatch.setattr(layers, "chain_for", lambda x: chain if len(x) <= MAX_ROWS else None)
+            monkeypatch.setattr(layers, "chain_for", lambda x, _: chain if len(x) <= MAX_ROWS else None)
     fuse_decoder_layers(target)
     engine = make_engine(target, drafter, 3)
     assert engine.runner.draft_pass is not None

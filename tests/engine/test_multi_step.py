@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.sampling_params import SamplingParams
 from peagle.errors import InputError

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.engine import Engine, SamplingParams
 from peagle.errors import InputError
 from peagle.target import Target

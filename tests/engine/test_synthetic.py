@@ -7,7 +7,8 @@ import logging
 import pytest
 import torch
 
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.drafter import save_drafter
 from peagle.engine import LLM, Engine, SamplingParams
 from peagle.engine.verification import accepts_anything, conditional_rates

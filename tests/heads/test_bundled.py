@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.engine.loading import load_engine
 from peagle.engine.parity import first_divergence, logit_gap
 from peagle.engine.sampling_params import SamplingParams

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,12 +13,15 @@ from peagle.kernels.fused_layer import (
     LayerWeights,
     add_rms_norm_torch,
     chain_for,
+    finish_layer,
     rope_and_write_torch,
     silu_and_mul_torch,
+    tune_layers,
 )
 from peagle.target.paged_attention import PagedBatch, paged_attention
 
 pytest.importorskip("triton")
+from peagle.kernels import chain_tuning, chained_layer
 from peagle.kernels.chained_layer import Chain, run_layer_chained, use_chain
 from peagle.kernels.skinny_linear import Config
 
@@ -64,6 +69,23 @@ def test_equals_pytorch(splits: int, weight_first: bool, rows: int, bias: bool, 
     plain = Config(64 if weight_first else 32, 32, 2, splits, weight_first, 1 << 11, rolls=64 if weight_first else 0)
     configs = {("plain", *w.shape): plain for w in (weights.qkv, weights.o, weights.down)}
     chain = Chain({**configs, ("gated", *weights.gate_up.shape): plain._replace(splits=1)}, CUDA)
+    assert_equals_pytorch(weights, tensors, batch, chain)
+
+
+@pytest.mark.parametrize("name", ["defaults", *chain_tuning.CANDIDATES])
+def test_candidates_equal_pytorch(name: str) -> None:
+    """Those measured for a Llama-8B's products, each in its place, and those for products of any shape."""
+    weights, tensors, batch = make_case(8, True, False)
+    chain = replace(chain_tuning.CANDIDATES.get(name, Chain()), is_early=CUDA)
+    if name == "measured":
+        ours = (weights.gate_up, weights.down, weights.qkv, weights.o)
+        pairs = zip(ours, chain_tuning.MEASURED.items(), strict=True)
+        chain = replace(chain, configs={(key[0], *weight.shape): config for weight, (key, config) in pairs})
+        assert chain.config("gated", weights.gate_up) == next(iter(chain_tuning.MEASURED.values()))
+    assert_equals_pytorch(weights, tensors, batch, chain)
+
+
+def assert_equals_pytorch(weights: LayerWeights, tensors: list[Tensor], batch: PagedBatch, chain: Chain) -> None:
     caches = [[cache.clone() for cache in tensors[5:]] for _ in range(2)]
     expected = run_torch(weights, [*tensors[:5], *caches[0]], batch)
     x, residual, cos, sin, norm = tensors[:5]
@@ -73,16 +95,93 @@ def test_equals_pytorch(splits: int, weight_first: bool, rows: int, bias: bool, 
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
+@pytest.fixture
+def nothing_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chained_layer, "_chain", "tuned")
+    monkeypatch.setattr(chained_layer, "fastest_chains", {})
+    monkeypatch.setattr(chain_tuning, "fastest_chains", chained_layer.fastest_chains)
+    monkeypatch.setattr(chain_tuning, "timings", {})
+
+
+@pytest.mark.usefixtures("nothing_tuned")
 def test_used_for_few_rows_of_a_gpu_only() -> None:
     few, many = (torch.zeros(n, 8, dtype=torch.bfloat16, device=DEVICE) for n in (16, 17))
+    weights = make_case(8, False, False)[0]
+    assert chain_for(few, weights) is None  # nothing measured
     use_chain(Chain())
-    try:
-        assert (chain_for(few) is not None) == CUDA
-        assert chain_for(many) is None
-        assert chain_for(few.float()) is None
-    finally:
-        use_chain(None)
-    assert chain_for(few) is None
+    assert (chain_for(few, weights) is not None) == CUDA
+    assert chain_for(many, weights) is None
+    assert chain_for(few.float(), weights) is None
+    use_chain(None)
+    assert chain_for(few, weights) is None
+
+
+@pytest.mark.usefixtures("nothing_tuned")
+@pytest.mark.parametrize(
+    ("took", "name"),
+    [
+        ({"none": 3.0, "measured": 2.0, "rolling": 2.5}, "measured"),
+        ({"none": 3.0, "measured": 2.0, "rolling": 1.0}, "rolling"),
+        ({"none": 2.0, "measured": 2.0, "rolling": 2.5}, "none"),
+        ({"none": 2.0, "rolling": 1.5}, "rolling"),  # the card could not run the other
+        ({"none": 2.0}, "none"),
+    ],
+)
+def test_the_fastest_is_chosen_for_a_shape(monkeypatch: pytest.MonkeyPatch, took: dict[str, float], name: str) -> None:
+    asked: list[set[str]] = []
+
+    def time_forms(forms: dict[str, object]) -> dict[str, float]:
+        asked.append(set(forms))
+        return took
+
+    monkeypatch.setattr(chain_tuning, "time_forms", time_forms)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    layer = make_case(8, False, False)[0]
+    first = replace(layer, qkv=torch.cat((layer.qkv, layer.qkv), dim=1))  # as a drafter's
+    chain_tuning.tune_chain([first, layer])
+    chain_tuning.tune_chain([layer] * 3)  # of the same shapes: not measured again
+    assert asked == [{"none", "measured", "rolling"}]
+    x = torch.zeros(16, HIDDEN, dtype=torch.bfloat16)
+    expected = chain_tuning.CANDIDATES.get(name)
+    assert chained_layer.chain_for(x, layer) is expected
+    assert chained_layer.chain_for(x, first) is None  # not its shape
+    assert chained_layer.chain_for(x.new_zeros(17, HIDDEN), layer) is None
+    assert chained_layer.chain_for(x.float(), layer) is None
+    forced = Chain()
+    use_chain(forced)
+    assert chained_layer.chain_for(x, first) is forced
+    use_chain("tuned")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    assert chained_layer.chain_for(x, layer) is None
+    (found,) = chain_tuning.findings().values()
+    assert found.startswith(f"chain {name} (none ")
+
+
+@pytest.mark.parametrize("name", chain_tuning.CANDIDATES)
+def test_the_forms_measured_compute_the_same(name: str) -> None:
+    weights, tensors, _ = make_case(8, True, False)
+    layers, inputs = [weights] * 2, (tensors[0], tensors[1], tensors[0])
+    chain = replace(chain_tuning.CANDIDATES[name], is_early=CUDA)
+    ours = chain_tuning.run_chained(layers, *inputs, chain)
+    torch.testing.assert_close(ours, chain_tuning.run_unchained(layers, *inputs), atol=6e-2, rtol=6e-2)
+    hidden = finish_layer(tensors[0], finish_layer(tensors[0], tensors[1], weights), weights)
+    expected = F.rms_norm(hidden, hidden.shape[1:], weights.post_norm, weights.eps)
+    torch.testing.assert_close(ours, expected, atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.usefixtures("nothing_tuned")
+def test_layers_are_measured_when_they_are_tuned() -> None:
+    weights = make_case(8, True, False)[0]
+    tune_layers([weights] * 2)
+    if torch.cuda.get_device_capability() < (9, 0):
+        assert not chain_tuning.timings
+        return
+    (took,) = chain_tuning.timings.values()
+    assert set(took) == {"none", *chain_tuning.CANDIDATES}
+    assert all(us > 0 for us in took.values())
+    assert list(chained_layer.fastest_chains) == [chained_layer.shapes_of(weights)]
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.runner import Launched
 from peagle.engine.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.sampling_params import SamplingParams
 from peagle.target import Target

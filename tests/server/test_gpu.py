@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.target import Target, load_target
 from tests.engine.helpers import ASCII, tiny_head

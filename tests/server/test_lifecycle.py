@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Status
 from peagle.server.answers import Answer
@@ -333,3 +333,12 @@ def test_a_body_that_is_too_large(server: Running, monkeypatch: pytest.MonkeyPat
     assert answer.status_code == 413
     assert "1000" in answer.json()["error"]["message"]
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_a_path_or_a_method_that_is_not_served(server: Running) -> None:
+    answer = server.post("/v1/embeddings", {"input": "x"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith("path: /v1/embeddings is not served here")
+    answer = httpx.get(f"{server.url}/v1/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == "method: got GET for /v1/completions, expected POST"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import Logprob, PositionLogprobs
 from peagle.engine.sampling_params import SamplingParams

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.engine.loading import load_engine
 from peagle.errors import InputError
 from peagle.target import Target, load_target

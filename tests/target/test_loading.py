@@ -111,7 +111,8 @@ def test_bad_dtype(target_folder):
 
 
 def test_bad_device(target_folder):
-    refused("device: got 'tpu9', expected cpu", target_folder("llama"), device="tpu9")
+    for device in ("tpu9", "mps"):  # the second one is a device of PyTorch's
+        refused(f"device: got '{device}', expected cpu", target_folder("llama"), device=device)
     if not torch.cuda.is_available():
         refused("device: got 'cuda', but PyTorch sees no GPU", target_folder("llama"), device="cuda")
 
@@ -125,8 +126,9 @@ def test_no_such_folder(name):
     refused("no folder, no GGUF file and no Hub id", name)
 
 
-def test_unknown_hub_id():
-    message = refused("could not be loaded", "nobody-here/no-such-model")
+@pytest.mark.parametrize("name", ["nobody-here/no-such-model", "no-such-folder"])
+def test_unknown_hub_id(name):
+    message = refused(f"'{name}' is no folder here and could not be loaded from the Hub", name)
     assert len(message.splitlines()) == 1
 
 

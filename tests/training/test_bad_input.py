@@ -75,6 +75,11 @@ def test_mixed_tokenizers_are_refused(tmp_path: Path, target_folder: Callable[[s
     assert not (tmp_path / "run").exists()
 
 
+def test_a_device_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="device: got 'tpu', expected cpu, cuda or cuda:N"):
+        train(config(tmp_path / "run", device="tpu"), say=quiet)
+
+
 NO_GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
 NO_HOST_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
 

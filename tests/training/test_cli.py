@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from peagle.cli.train import train
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.errors import InputError
 from peagle.training import trainer
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from peagle.config import TrainConfig
-from peagle.drafter.checkpoint import load_drafter, save_drafter
+from peagle.config.training import TrainConfig
+from peagle.drafter import load_drafter, save_drafter
 from peagle.errors import InputError
 from peagle.target import Target
 from peagle.training.draft_vocab import choose_draft_vocab
@@ -197,5 +197,7 @@ def test_a_run_can_start_from_a_head(tmp_path: Path) -> None:
     assert "names no auxiliary layers: [1, 2, 3] are read" in remarks[-1]
     with pytest.raises(InputError, match=r"init: .*num_hidden_layers: 1, the head has 2"):
         new_drafter(config(init=str(tmp_path / "head"), layers=1), target, 63, None)
+    with pytest.raises(InputError, match=r"init: the head .* \(kind: 'eagle3', the head has 'p-eagle'"):
+        new_drafter(config(init=str(tmp_path / "head"), kind="eagle3"), target, 63, None)
     with pytest.raises(InputError, match="nowhere"):
         new_drafter(config(init=str(tmp_path / "nowhere")), target, 63, None)

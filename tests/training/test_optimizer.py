@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.training.optimizer import Optimizer
 
 from .helpers import tiny_drafter

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter import load_drafter
 from peagle.errors import InputError
 from peagle.training.average import WeightAverage

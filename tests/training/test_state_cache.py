@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter.checkpoint import load_drafter
+from peagle.drafter.loading import load_drafter
 from peagle.errors import InputError
 from peagle.training import target_states
 from peagle.training.state_cache import Placed, StateCache

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import peagle
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter import load_drafter
 from peagle.drafter.draft_vocabulary import read_draft_vocabulary
 from peagle.errors import InputError

@@ -8,17 +8,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peagle.config import EngineConfig, SpeculativeConfig, TrainConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter import Drafter, save_drafter
-from peagle.drafter.checkpoint import check_fits, parse_config
 from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import expected_shapes, read_head_facts
+from peagle.drafter.fit import check_fits
+from peagle.drafter.layouts import parse_config
 from peagle.engine import Engine
 from peagle.engine.loading import load_bound_drafter
 from peagle.target import Target
 from peagle.target.facts import target_facts
+from peagle.target.head_fit import target_problems, target_warnings
 from peagle.training.init import drafter_config
-from peagle.vllm.needs import head_traits, target_problems, target_warnings
+from peagle.vllm.needs import head_traits
 from peagle.vllm.serve import Installed
 from peagle.vllm.serve import run as serve
 from peagle.vllm.versions import known_problems
@@ -95,7 +99,7 @@ def test_what_inspect_says_at_full_size(name, tmp_path):
         f"{head.target_layers} layers): fits",
         f"{list(head.aux)} are taken as in vLLM",
         "problems: none",
-        "peagle: loads it",
+        "peagle: takes head and target",
         "0.30 and later: a head with a d2t tensor",
         "peagle convert HEAD OUTPUT --layout native",
     ):

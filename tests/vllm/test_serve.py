@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import peagle.vllm.serve as serve
-from peagle.config import SpeculativeConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.drafter import Drafter, DrafterConfig, save_drafter
 from peagle.drafter.convert import convert_head
 from peagle.errors import InputError

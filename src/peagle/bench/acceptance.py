@@ -12,14 +12,14 @@ Near a request's length limit a step drafts less than K; such a step counts only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from peagle.bench.compare import Difference, difference
 from peagle.bench.conversations import Answers, Chat, EngineLike, answer_conversations
 from peagle.data.prompts import Prompt
 from peagle.engine.sampling_params import SamplingParams
-from peagle.engine.stats import SpecMetrics
+from peagle.engine.stats import ContextMetrics, SpecMetrics
 from peagle.target.model import Target
 
 
@@ -60,6 +60,7 @@ class Acceptance:
     seconds: float
     spec: SpecMetrics
     check: Check | None = None
+    by_context: ContextMetrics = field(default_factory=ContextMetrics)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: counts, and the rates that follow from them."""
@@ -67,6 +68,7 @@ class Acceptance:
         row["acceptance_length"] = self.spec.acceptance_length
         row["joint_rates"] = self.spec.joint_rates
         row["conditional_rates"] = self.spec.conditional_rates
+        row["acceptance_lengths_by_context"] = self.by_context.acceptance_lengths()
         return row
 
 
@@ -140,6 +142,7 @@ def evaluate_head(
                         num_output_tokens=answers.num_output_tokens,
                         seconds=answers.seconds,
                         spec=answers.spec,
+                        by_context=answers.by_context,
                         check=None if plain is None else check_answers(target, plain, answers),
                     )
                 )

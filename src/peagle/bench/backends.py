@@ -85,7 +85,8 @@ class InProcess:
     """This project's engine. Built anew for every setup, so that nothing of another one is left in it."""
 
     def __init__(self, setup: Setup, settings: RunSettings, target: Target) -> None:
-        from peagle.config import EngineConfig, SpeculativeConfig
+        from peagle.config.engine import EngineConfig
+        from peagle.config.speculative import SpeculativeConfig
         from peagle.engine.loading import load_engine
 
         config: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": settings.max_num_seqs}

@@ -73,23 +73,13 @@ def check_plan(plan: Plan, text: TargetText | None) -> list[str]:
 
 def _check_head(setup: Setup, head: str, text: TargetText) -> list[str]:
     """A head that does not fit, or is of the other kind."""
-    from peagle.drafter.facts import read_head_facts
-    from peagle.vllm.needs import target_problems, target_warnings
+    from peagle.target.head_fit import check_head, target_warnings
 
-    facts = read_head_facts(head)
-    problems = [*facts.problems, *target_problems(facts, text.facts)]
+    facts = check_head(head, text.facts, setup.method, f"--{setup.method}")
     notes = target_warnings(facts, text.facts)
-    if facts.config is not None:
-        if facts.config.kind != setup.method:
-            problems.append(f"kind: is {facts.config.kind}, expected {setup.method}")
-        trained = facts.config.k_train
-        if trained is not None and setup.k > trained:
-            notes.append(
-                f"K={setup.k} is more than the {trained} that {head} was trained for: later drafts are guesses"
-            )
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        raise InputError(f"--{setup.method} {head} does not fit {text.name_or_path}:{lines}")
+    trained = None if facts.config is None else facts.config.k_train
+    if trained is not None and setup.k > trained:
+        notes.append(f"K={setup.k} is more than the {trained} that {head} was trained for: later drafts are guesses")
     return notes
 
 

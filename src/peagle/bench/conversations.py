@@ -11,7 +11,7 @@ from peagle.data.chat_format import ChatFormat
 from peagle.data.prompts import Prompt
 from peagle.engine.outputs import StepOutput
 from peagle.engine.sampling_params import SamplingParams
-from peagle.engine.stats import EngineStats, SpecMetrics
+from peagle.engine.stats import ContextMetrics, EngineStats, SpecMetrics
 from peagle.errors import InputError
 
 
@@ -44,6 +44,7 @@ class Answers:
 
     turns: list[list[Turn]]
     spec: SpecMetrics = field(default_factory=SpecMetrics)
+    by_context: ContextMetrics = field(default_factory=ContextMetrics)
     seconds: float = 0.0
     num_skipped: int = 0
 
@@ -148,4 +149,5 @@ def answer_conversations(
         if on_turn is not None and done > before:
             on_turn(done)
     answers.spec.merge(engine.stats.spec)
+    answers.by_context = engine.stats.by_context  # the next call's reset makes a new one
     return answers

@@ -13,7 +13,8 @@ from peagle.bench.demo_prompts import DEMO_PROMPTS, DemoPrompt
 from peagle.bench.demo_screen import PlainScreen, make_screen
 from peagle.bench.machine import machine_facts, machine_line
 from peagle.bench.transformers_baseline import TransformersBaseline
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.data.prompts import make_prompt
 from peagle.engine.engine import Engine
 from peagle.engine.loading import load_engine

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from peagle.bench.acceptance import Acceptance
 from peagle.bench.compare import describe
+from peagle.engine.stats import CONTEXT_BIN
 
 
 def align(rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -23,6 +24,23 @@ def align(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 def sampling_name(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def context_table(results: Sequence[Acceptance]) -> str:
+    """Acceptance length of each head by the length of the context, a row a bin, with the steps that it rests on."""
+    sections = []
+    for prompt_set, temperature, k in dict.fromkeys((r.prompt_set, r.temperature, r.k) for r in results):
+        members = [r for r in results if (r.prompt_set, r.temperature, r.k) == (prompt_set, temperature, k)]
+        lengths = [r.by_context.acceptance_lengths() for r in members]
+        rows = [["context", *(cell for r in members for cell in (f"{r.head} AL", "steps"))]]
+        for first in sorted(set().union(*lengths)):
+            row = [f"{first}..{first + CONTEXT_BIN - 1}"]
+            for r, found in zip(members, lengths, strict=True):
+                steps = r.by_context.num_drafts.get(first // CONTEXT_BIN, 0)
+                row += [f"{found[first]:.2f}" if first in found else "", str(steps)]
+            rows.append(row)
+        sections.append(f"{prompt_set}, {sampling_name(temperature)}, K = {k}, by context length\n{align(rows)}")
+    return "\n\n".join(sections)
 
 
 def acceptance_table(results: Sequence[Acceptance]) -> str:

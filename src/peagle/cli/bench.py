@@ -123,8 +123,12 @@ def bench(
     serve_args: Annotated[str, typer.Option(metavar="ARGS", help="Further flags of peagle serve, quoted.")] = "",
     vllm_args: Annotated[str, typer.Option(metavar="ARGS", help="Further flags of vllm serve, quoted.")] = "",
     extra_body: Annotated[str, typer.Option(metavar="JSON", help="Added to every request to a server.")] = "{}",
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu or cuda; default: cuda if there.")] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda; default: cuda if there.")
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="CPU threads of this project's engine.")
     ] = None,

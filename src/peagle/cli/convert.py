@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 if TYPE_CHECKING:
-    from peagle.drafter.checkpoint import Layout
+    from peagle.drafter.layouts import Layout
 
 
 def convert(
@@ -17,6 +17,7 @@ def convert(
     layout: Annotated[
         str,
         typer.Option(
+            "--layout",
             metavar="LAYOUT",
             help="native (vLLM 0.16 and later) or speculators (as the speculators project writes heads).",
         ),

@@ -86,8 +86,8 @@ def draft_vocabulary(
 ) -> None:
     """List the frequent tokens of answers in a head's folder, as `peagle train` does: a CPU drafts from them."""
     from peagle.data.dataset import open_dataset
-    from peagle.drafter.checkpoint import read_config
     from peagle.drafter.draft_vocabulary import COVERAGE, FILE, write_draft_vocabulary
+    from peagle.drafter.loading import read_config
 
     config, dataset = read_config(head), open_dataset(folders)
     if config.reduced_vocab:

@@ -78,6 +78,9 @@ def evaluate(
     check: Annotated[
         bool, typer.Option("--check", help="Also decode plainly and say whether every answer is the same.")
     ] = False,
+    by_context: Annotated[
+        bool, typer.Option("--by-context", help="Also print acceptance lengths by the length of the context.")
+    ] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Write all counts and rates to this file.")
     ] = None,
@@ -101,10 +104,13 @@ def evaluate(
 
     from peagle.bench.acceptance import evaluate_head
     from peagle.bench.machine import machine_facts, machine_line
-    from peagle.bench.tables import acceptance_table, check_lines
-    from peagle.config import EngineConfig, SpeculativeConfig
+    from peagle.bench.tables import acceptance_table, check_lines, context_table
+    from peagle.config.engine import EngineConfig
+    from peagle.config.speculative import SpeculativeConfig
     from peagle.engine.loading import load_engine
     from peagle.engine.sampling_params import SamplingParams
+    from peagle.target.facts import read_target_facts
+    from peagle.target.head_fit import check_head
     from peagle.target.loading import load_target
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature[0], top_k=top_k, top_p=top_p, seed=seed)
@@ -114,6 +120,8 @@ def evaluate(
     if threads is not None:
         torch.set_num_threads(threads)
     set_verbosity_error()
+    for head in heads:  # all of them, before the first one's answers are made
+        check_head(head, read_target_facts(target))
     loaded = load_target(target, dtype, device)
     facts = machine_facts(loaded.device, loaded.dtype)
     typer.echo(f"{target} · {machine_line(facts)}", err=True)
@@ -140,6 +148,8 @@ def evaluate(
             )
         del engine
     typer.echo(acceptance_table(results))
+    if by_context:
+        typer.echo("\n" + context_table(results))
     if check:
         typer.echo("\n" + "\n".join(check_lines(results)))
     if json_path is not None:

@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from peagle.drafter.facts import HeadFacts
     from peagle.target.facts import TargetFacts
+    from peagle.vllm.serve import Installed
 
 NOT_USABLE = 1  # exit status for a head with problems
 
@@ -18,33 +19,47 @@ def inspect(
     head: Annotated[str, typer.Argument(metavar="HEAD", help="A head's folder or Hub id.")],
     target: Annotated[
         str | None,
-        typer.Option(metavar="TARGET", help="Also say whether it fits this model (its config only is read)."),
+        typer.Option(
+            "--target", metavar="TARGET", help="Say too whether it fits this model (only its config is read)."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Describe a head from its config and its files' headers; no weights are read, and all problems are listed.
 
-    Exit status 1 when the head has problems or does not fit the target.
+    Of each engine it says whether it takes the head, with the target where one is given, by the checks of `peagle
+    serve`. Exit status 1 when the head has problems, does not fit the target, or no engine takes the two.
     """
     from peagle.drafter.facts import read_head_facts
-    from peagle.target.facts import read_target_facts
+    from peagle.target.facts import read_target_config, target_facts
+    from peagle.target.loading import resolve_model
+    from peagle.target.refusal import engine_refusal
+    from peagle.vllm.serve import find_vllm
 
-    facts = read_head_facts(head)
-    content = describe_head(facts, None if target is None else read_target_facts(target))
+    facts, target_is, refusal = read_head_facts(head), None, None
+    if target is not None:
+        config = read_target_config(resolve_model(target), target)
+        target_is, refusal = target_facts(config, target), engine_refusal(config, target)
+    content = describe_head(facts, target_is, refusal, find_vllm())
     if as_json:
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
     else:
         typer.echo(as_text(content))
     fit = content["target"]
-    if content["problems"] or (fit is not None and not fit["fits"]):
+    unusable = not any(engine["takes"] for engine in content["engines"].values())
+    if content["problems"] or (fit is not None and not fit["fits"]) or unusable:
         raise typer.Exit(NOT_USABLE)
 
 
-def describe_head(facts: HeadFacts, target: TargetFacts | None) -> dict[str, Any]:
-    """Everything that `peagle inspect` says, as JSON."""
+def describe_head(
+    facts: HeadFacts, target: TargetFacts | None, refusal: str | None, installed: Installed | None
+) -> dict[str, Any]:
+    """Everything that `peagle inspect` says, as JSON. refusal: what our engine has against the target."""
     from dataclasses import asdict
 
-    from peagle.vllm.needs import head_traits, target_problems, target_warnings, vllm_minimum, vllm_problems
+    from peagle.target.head_fit import target_problems, target_warnings
+    from peagle.vllm.needs import head_traits, serving_problems, vllm_minimum
+    from peagle.vllm.serve import version_problem
     from peagle.vllm.versions import known_problems
 
     config = facts.config
@@ -55,6 +70,9 @@ def describe_head(facts: HeadFacts, target: TargetFacts | None) -> dict[str, Any
         fit = {**asdict(target), "fits": fits, "problems": problems, "warnings": target_warnings(facts, target)}
     # only what hangs on this head: general remarks on vLLM are printed by serve and stand in the docs
     known = [p for p in known_problems(None, head_traits(facts, target)) if p.trait != "any"]
+    ours = [*facts.problems, *problems, *([] if refusal is None else [refusal])]
+    too_old = version_problem(installed)
+    vllms = [*serving_problems(facts, target), *([] if too_old is None else [too_old])]
     return {
         "head": facts.name,
         "layout": facts.layout,
@@ -68,10 +86,12 @@ def describe_head(facts: HeadFacts, target: TargetFacts | None) -> dict[str, Any
         "problems": facts.problems,
         "target": fit,
         "engines": {
-            "peagle": {"loads": not facts.problems and not problems},
+            "peagle": {"takes": not ours, "problems": ours},
             "vllm": {
+                "takes": not vllms,
+                "problems": vllms,
+                "installed": None if installed is None else installed.version,
                 "needs": vllm_minimum(facts),
-                "problems": vllm_problems(facts),
                 "known": [{"versions": p.versions, "what": p.what, "instead": p.instead} for p in known],
             },
         },
@@ -135,10 +155,16 @@ def as_text(content: dict[str, Any]) -> str:
         lines[-1] += "".join(f"\n  {text}" for text in (*fit["problems"], *fit["warnings"]))
     problems = content["problems"]
     lines.append("problems: none" if not problems else "problems:" + "".join(f"\n  {text}" for text in problems))
+    what = "the head" if fit is None else "head and target"
+    told = {*problems, *(fit["problems"] if fit is not None else ())}  # above
+    engines = []
+    for name, engine in (("peagle", content["engines"]["peagle"]), ("vLLM", content["engines"]["vllm"])):
+        more = [text for text in engine["problems"] if text not in told]
+        verdict = f"takes {what}" if engine["takes"] else f"does not take {what}"
+        engines.append(f"{name}: {verdict}" + ("" if engine["takes"] or more else " (for the problems above)"))
+        engines += [f"  {text}" for text in more]
     vllm = content["engines"]["vllm"]
-    loads = "loads it" if content["engines"]["peagle"]["loads"] else "does not load it"
-    engines = f"peagle: {loads}\nvLLM: needs {vllm['needs']}"
-    engines += "".join(f"\n  {text}" for text in vllm["problems"])
-    engines += "".join(f"\n  {p['versions']}: {p['what']}; {p['instead']}" for p in vllm["known"])
-    lines.append(engines)
+    engines.append(f"  needs {vllm['needs']}; {vllm['installed'] or 'none'} is installed here")
+    engines += [f"  {p['versions']}: {p['what']}; {p['instead']}" for p in vllm["known"]]
+    lines.append("\n".join(engines))
     return "\n\n".join(lines)

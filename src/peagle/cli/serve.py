@@ -12,6 +12,8 @@ from peagle.cli.json_flag import json_strings
 from peagle.errors import InputError
 
 if TYPE_CHECKING:
+    from peagle.config.engine import EngineConfig
+    from peagle.config.speculative import SpeculativeConfig
     from peagle.engine.engine import Engine
 
 
@@ -44,8 +46,10 @@ def serve(
             '"parallel_drafting": true}\'. Without it the target decodes plainly.',
         ),
     ] = None,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0 for any free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Address to listen on; 0.0.0.0 for all.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0 for any free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,9 +72,11 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(metavar="N", min=0, help="Requests that may wait beyond those; more are refused with 429.")
     ] = 1024,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")
+    ] = "auto",
     device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="cpu or cuda; default: cuda where there is one.")
+        str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda; default: cuda where there is one.")
     ] = None,
     block_size: Annotated[int, typer.Option(metavar="N", help="Tokens a KV block.")] = 16,
     num_kv_blocks: Annotated[
@@ -140,7 +146,8 @@ def serve(
     With --engine vllm the same command checks the head and starts stock vLLM instead; vLLM's own flags pass through,
     and --dry-run prints the command only.
     """
-    from peagle.config import EngineConfig, SpeculativeConfig
+    from peagle.config.engine import EngineConfig
+    from peagle.config.speculative import SpeculativeConfig
 
     origins = json_strings(allowed_origins, "--allowed-origins")
     if "" in (api_key or ()):  # of an unset variable, say: it would let in whoever sends none
@@ -193,8 +200,27 @@ def serve(
     server.run(sockets=[sock])
 
 
+def check_by_config(target: str, speculative: SpeculativeConfig | None) -> None:
+    """Refuse a target that the engine does not run, and a head that does not fit it, before minutes of loading."""
+    from peagle.target.facts import read_target_config, target_facts
+    from peagle.target.head_fit import check_head
+    from peagle.target.loading import resolve_model
+    from peagle.target.refusal import engine_refusal
+
+    config = read_target_config(resolve_model(target), target)
+    if (refusal := engine_refusal(config, target)) is not None:
+        raise InputError(refusal)
+    if speculative is not None:
+        check_head(speculative.model, target_facts(config, target), speculative.kind)
+
+
 def load(
-    target: str, speculative: object, dtype: str, device: str | None, config: object, threads: int | None
+    target: str,
+    speculative: SpeculativeConfig | None,
+    dtype: str,
+    device: str | None,
+    config: EngineConfig,
+    threads: int | None,
 ) -> tuple[Engine, list[str]]:
     """The engine, and what it warned of while it was made."""
     import torch
@@ -206,10 +232,11 @@ def load(
         torch.set_num_threads(threads)
     set_verbosity_error()
     disable_progress_bar()
+    check_by_config(target, speculative)
     logger, collected = logging.getLogger("peagle"), Collected()
     logger.addHandler(collected)
     try:
-        engine = load_engine(target, speculative, dtype, device, config)  # type: ignore[arg-type]
+        engine = load_engine(target, speculative, dtype, device, config)
         engine.capture()
     except torch.OutOfMemoryError as error:
         raise InputError(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.errors import InputError
 
 

@@ -81,7 +81,10 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
     target = open_target()
     chat = ChatFormat(target.tokenizer, sorted(target.end_ids), job.template_kwargs)
     facts = target_facts(target.name, target.tokenizer, target.vocab_size)
-    prepare_folder(job.output, facts, _described(job) | ({"served_by": target.served_by} if target.served_by else {}))
+    described = _described(job) | ({"served_by": target.served_by} if target.served_by else {})
+    before = prepare_folder(job.output, facts, described)
+    if before and (changes := _changes(before[-1], described)):
+        say(f"{job.output}: what was answered there with other settings stays as it is ({'; '.join(changes)})")
     turn_filter = TurnFilter(chat, job.turns, guard)
     for group in job.self_prompts:
         prompts += _self_written(job, group, target, chat, turn_filter, guard, say)
@@ -193,6 +196,16 @@ def _described(job: GenerateJob) -> dict[str, Any]:
         "template_kwargs": job.template_kwargs,
     }
     return dict(json.loads(json.dumps(described)))  # as it will be read back: tuples are lists there
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`setting: before -> now` of what decides how prompts are answered."""
+    return [
+        f"{name}: {before[group][name]} -> {value}"
+        for group in ("answers", "self_turns", "template_kwargs")
+        for name, value in now[group].items()
+        if group in before and name in before[group] and before[group][name] != value
+    ]
 
 
 def _without_folder(spec: str) -> str:

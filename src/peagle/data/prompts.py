@@ -5,6 +5,7 @@ is written by the target.
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ TEMPLATES = {
     "solve": "Solve the following problem and explain each step.\n\n{prompt}",
 }
 TRANSFORMS = ("python_stub",)
-OPTIONS = ("limit", "template", "transform", "field", "name", "where", "config")
+OPTIONS = ("limit", "join", "template", "transform", "field", "name", "where", "config")
 _OPTION = re.compile(rf":(?=(?:{'|'.join(OPTIONS)})=)")
 _NO_INPUT = {"", "<noinput>", "n/a", "none"}
 
@@ -49,6 +50,7 @@ class PromptSource:
     location: str
     name: str
     limit: int | None = None
+    join: int = 1
     template: str | None = None
     transform: str | None = None
     field: str | None = None
@@ -68,6 +70,7 @@ def parse_source(spec: str) -> PromptSource:
 
     Options:
         limit=N       at most N prompts: a fixed pseudo-random choice, the same on every run, smaller ones within larger
+        join=N        N rows one after another are one conversation: all of their turns, for long contexts
         template=T    T is text holding {prompt} (`\n` for a new line), a built-in name (see TEMPLATES) or a text file
         transform=T   python_stub: mbxp rows become Python function stubs
         field=F       take this field, and do not recognise the form
@@ -76,7 +79,7 @@ def parse_source(spec: str) -> PromptSource:
         config=C      configuration of a Hub data set
 
     Raises:
-        InputError: an unknown option or template, or a limit that is not a positive number.
+        InputError: an unknown option or template, or a limit or join that is not a positive number.
     """
     location, *rest = _OPTION.split(spec)
     options = dict(part.split("=", 1) for part in rest)
@@ -95,9 +98,10 @@ def parse_source(spec: str) -> PromptSource:
         name = Path(location).name
         for suffix in sorted(SUFFIXES, key=len, reverse=True):
             name = name.removesuffix(suffix)
-    limit = options.get("limit")
-    if limit is not None and not (limit.isdecimal() and int(limit) > 0):
-        raise InputError(f"--prompts {spec!r}: limit={limit}: expected a positive whole number")
+    for option in ("limit", "join"):
+        value = options.get(option)
+        if value is not None and not (value.isdecimal() and int(value) > 0):
+            raise InputError(f"--prompts {spec!r}: {option}={value}: expected a positive whole number")
     transform = options.get("transform")
     if transform is not None and transform not in TRANSFORMS:
         raise InputError(f"--prompts {spec!r}: transform={transform}: expected one of {', '.join(TRANSFORMS)}")
@@ -108,7 +112,8 @@ def parse_source(spec: str) -> PromptSource:
     return PromptSource(
         location=location,
         name=options.get("name", f"{name}/{transform}" if transform else name),
-        limit=int(limit) if limit else None,
+        limit=int(options["limit"]) if "limit" in options else None,
+        join=int(options.get("join", 1)),
         template=None if template is None else load_template(template),
         transform=transform,
         field=field,
@@ -145,7 +150,7 @@ def load_prompts(sources: Iterable[str | PromptSource]) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
     for source in sources:
         parsed = parse_source(source) if isinstance(source, str) else source
-        found = {prompt.prompt_id: prompt for prompt in _read_source(parsed)}
+        found = {prompt.prompt_id: prompt for prompt in _joined(_read_source(parsed), parsed.join)}
         if not found:
             raise InputError(f"prompt source {parsed.location}: no prompt left after `where` and `transform`")
         if parsed.limit is not None:
@@ -153,6 +158,13 @@ def load_prompts(sources: Iterable[str | PromptSource]) -> list[Prompt]:
             found = {key: prompt for key, prompt in found.items() if key in kept}
         prompts.update(found)
     return list(prompts.values())
+
+
+def _joined(prompts: Iterator[Prompt], size: int) -> Iterator[Prompt]:
+    """Conversations of `size` prompts each, the last of what is left, under the first one's system message."""
+    while group := list(itertools.islice(prompts, size)):
+        turns = [turn for prompt in group for turn in prompt.turns]
+        yield group[0] if size == 1 else make_prompt(group[0].source, turns, group[0].system)
 
 
 def _read_source(source: PromptSource) -> Iterator[Prompt]:

@@ -118,8 +118,10 @@ def answered_prompts(folder: Path) -> dict[str, set[float]]:
     return done
 
 
-def prepare_folder(folder: Path, target: dict[str, Any], generation: dict[str, Any]) -> None:
+def prepare_folder(folder: Path, target: dict[str, Any], generation: dict[str, Any]) -> list[dict[str, Any]]:
     """Create the folder and `dataset.json`, or add `generation` to an existing one of the same target.
+
+    Returns the generations that were there before.
 
     Raises:
         InputError: the folder holds another target's answers, or cannot be written.
@@ -136,9 +138,11 @@ def prepare_folder(folder: Path, target: dict[str, Any], generation: dict[str, A
             metadata = existing
         elif shard_files(folder):
             raise InputError(f"{folder}: holds shards but no {METADATA_FILE}; expected a new or a complete folder")
-        if generation not in metadata["generation"]:
+        before = list(metadata["generation"])
+        if generation not in before:
             metadata["generation"].append(generation)
         write_metadata(folder, metadata)
+    return before
 
 
 def write_counts(folder: Path) -> None:

@@ -14,19 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from peagle.drafter.checkpoint import (
-    Layout,
-    config_json,
-    load_drafter,
-    module_name,
-    read_config,
-    read_json,
-    read_tensors,
-    resolve_head,
-    t2d_of,
-)
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.facts import named_target
+from peagle.drafter.layouts import Layout, config_json, module_name
+from peagle.drafter.loading import load_drafter, read_config, read_json, read_tensors, resolve_head
+from peagle.drafter.saving import t2d_of
 from peagle.errors import InputError
 
 # Files that belong to a head in any layout and are not copied: they are written anew.

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from peagle.drafter.checkpoint import (
+from peagle.drafter.config import DrafterConfig
+from peagle.drafter.layouts import (
     IGNORED,
     MASK_TOKEN_KEYS,
     NATIVE_ARCHITECTURE,
     READABLE_ARCHITECTURES,
     Layout,
-    check_d2t,
     module_name,
     parse_config,
 )
-from peagle.drafter.config import DrafterConfig
+from peagle.drafter.loading import check_d2t
 from peagle.drafter.model import Drafter
 from peagle.errors import InputError
 

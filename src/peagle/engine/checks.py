@@ -8,7 +8,7 @@ from operator import index
 
 import torch
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.draft_table import DraftTable
 from peagle.drafter.model import Drafter
 from peagle.engine.draft_length import DraftLength
@@ -20,6 +20,10 @@ from peagle.target.model import Target
 log = logging.getLogger(__name__)
 
 MAX_CAPTURED_ROWS = 1024  # unless the config says otherwise
+# Launching a pass's kernels one by one takes some 30 ms of the host; with more rows than a card computes in that time,
+# at a multiply-add for each parameter and row, nothing is gained by a graph.
+LAUNCH_SECONDS, OPERATIONS_A_SECOND = 0.03, 400e12
+FEWEST_MIXED_ROWS, MOST_MIXED_ROWS = 512, 8192
 
 
 def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
@@ -91,6 +95,18 @@ def captured_rows(config: EngineConfig, device: torch.device, num_speculative_to
     if config.max_cudagraph_capture_size is not None:
         return config.max_cudagraph_capture_size
     return min(config.max_num_seqs * (num_speculative_tokens + 1), MAX_CAPTURED_ROWS)
+
+
+def mixed_rows(config: EngineConfig, device: torch.device, max_num_batched_tokens: int, num_params: int) -> int:
+    """The most rows of a step with prompts in it whose passes are padded, as CUDA graphs; 0: none are. num_params: of
+    the target's layers."""
+    if config.enforce_eager or device.type != "cuda":
+        return 0
+    limit = config.max_cudagraph_capture_size
+    if limit is None:
+        worth = LAUNCH_SECONDS * OPERATIONS_A_SECOND / (2 * max(num_params, 1))
+        limit = int(min(max(worth, FEWEST_MIXED_ROWS), MOST_MIXED_ROWS))
+    return min(limit, max_num_batched_tokens)
 
 
 def runs_ahead(config: EngineConfig, device: torch.device) -> bool:

@@ -66,6 +66,7 @@ class DecodeStep:
         draft_pass: DraftPass | None,
         kv_cache: KVCache,
         lanes: Lanes,
+        graphs: Graphs,
         num_drafts: int,
         max_rows: int,
         max_model_len: int,
@@ -75,7 +76,7 @@ class DecodeStep:
         self.k, self.max_model_len, self.synthetic_rates = num_drafts, max_model_len, synthetic_rates
         self.aux_layer_ids = draft_pass.drafter.config.aux_hidden_state_layer_ids if draft_pass is not None else ()
         self.sizes = capture_sizes(len(lanes.block_tables), max_rows // (num_drafts + 1))
-        self.graphs = Graphs()
+        self.graphs = graphs
         self._batches: dict[int, DecodeBatch] = {}
         self._current: tuple[NDArray[np.int64], DecodeBatch, int] | None = None  # lanes, batch, way of choosing
 
@@ -184,7 +185,7 @@ class DecodeStep:
 
     def _advance_fast(self, batch: DecodeBatch, way: int) -> None:
         if batch.result.is_cuda:
-            self.graphs.run((len(batch.result), way), lambda: self._advance(batch, way))
+            self.graphs.run(("decode", len(batch.result), way), lambda: self._advance(batch, way))
         else:
             self._advance(batch, way)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.draft_table import DraftTable
 from peagle.drafter.model import Drafter
 from peagle.engine.checks import (
@@ -19,6 +19,7 @@ from peagle.engine.checks import (
     check_threshold,
     count_logprobs,
     make_planner,
+    mixed_rows,
     runs_ahead,
 )
 from peagle.engine.detokenizer import Detokenizer
@@ -112,6 +113,7 @@ class Engine:
             self.max_model_len,
             steps,
             captured_rows(config, target.device, num_speculative_tokens),
+            mixed_rows(config, target.device, budget, sum(p.numel() for p in target.layers.parameters())),
             synthetic_rates,
             cache_dtype(target, config),
             late,
@@ -286,6 +288,7 @@ class Engine:
             if drafted:
                 request.metrics.add(drafted, from_drafts)
                 self.stats.spec.add(drafted, from_drafts)
+                self.stats.by_context.add(plan.starts[i] + 1, from_drafts)
             self.stats.num_output_tokens += kept
             advanced.append((request, new[:kept], from_drafts, result.logprobs.get(i, [])[:kept]))
         finished = [request for request, *_ in advanced if request.status is Status.FINISHED]

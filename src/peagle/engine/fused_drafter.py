@@ -52,7 +52,7 @@ class FusedDrafter:
         drafter = self.drafter
         cos, sin = self.rotary(hidden, positions[None])
         cos, sin = rope_rows(cos[0], sin[0])
-        first, chain = self.layers[0], chain_for(hidden)
+        first, chain = self.layers[0], chain_for(hidden, self.weights[-1])
         normed = first.hidden_norm(hidden)
         residual = normed if first.norm_before_residual else hidden
         x = torch.cat((first.input_layernorm(embeds), normed), dim=-1)

@@ -70,7 +70,10 @@ class Lanes:
 
     def _set(self, setup: LaneSetup) -> None:
         lane, ids = setup.lane, setup.token_ids
-        self.tokens[lane, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        tokens = torch.tensor(
+            ids, dtype=torch.int32, pin_memory=self.tokens.is_cuda
+        )  # else the copy waits for the device
+        self.tokens[lane, : len(ids)].copy_(tokens, non_blocking=True)
         self.max_drafts[lane] = setup.num_speculative_tokens
         self.max_total[lane] = setup.max_total_tokens
         self.temperature[lane] = setup.temperature

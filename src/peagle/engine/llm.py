@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig
 from peagle.engine.chat import template_message, template_takes_parts
 from peagle.engine.engine import Engine
 from peagle.engine.loading import load_engine

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.config import EngineConfig, SpeculativeConfig, WeightDtype
-from peagle.drafter.checkpoint import check_fits, load_drafter, resolve_head
+from peagle.config.engine import EngineConfig
+from peagle.config.speculative import SpeculativeConfig, WeightDtype
 from peagle.drafter.config import with_aux_layers
 from peagle.drafter.draft_vocabulary import FILE, DraftVocabulary, read_draft_vocabulary
+from peagle.drafter.fit import check_fits
+from peagle.drafter.loading import load_drafter, resolve_head
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.errors import InputError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from peagle.config import EngineConfig
+from peagle.config.engine import EngineConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import InputError
 from peagle.target.model import Target

@@ -17,9 +17,11 @@ from peagle.engine.adjust import adjust
 from peagle.engine.decode_step import DecodeStep
 from peagle.engine.drafting import DraftPass, Verified
 from peagle.engine.fetch import fetch_later
+from peagle.engine.graphs import Graphs
 from peagle.engine.lanes import Lanes
 from peagle.engine.late_rows import LateRows
 from peagle.engine.logprobs import ReportRows, pack_logprobs, unpack_logprobs
+from peagle.engine.mixed_step import MixedStep
 from peagle.engine.plan import StepPlan, StepResult
 from peagle.engine.sampler import choose
 from peagle.engine.step_inputs import StepInputs, build_step_inputs
@@ -38,7 +40,8 @@ class Launched:
 class Runner:
     """`launch` starts one step of a plan. Without a drafter every step is plain decoding, by the same code.
 
-    Steps that only decode run in fixed shapes (`decode`, on a GPU), all others in the shape that their rows have.
+    On a GPU steps that only decode run in fixed shapes (`decode`), and the passes of others in padded ones (`mixed`); a
+    step with more rows than these take runs in the shape that its rows have.
     """
 
     def __init__(
@@ -52,14 +55,16 @@ class Runner:
         max_model_len: int,
         num_scheduler_steps: int = 1,
         max_captured_rows: int = 0,
+        max_mixed_rows: int = 0,
         synthetic_rates: tuple[float, ...] | None = None,
         cache_dtype: torch.dtype | None = None,
         late_drafting: bool = False,
         confidence_threshold: float = 0.0,
     ) -> None:
-        """max_captured_rows: the most target rows of a batch that runs in fixed shapes; 0: none does. synthetic_rates:
-        SpeculativeConfig's, for benchmarks. cache_dtype: of keys and values; None: the target's. late_drafting: plans
-        may put the drafter's rows off. confidence_threshold: SpeculativeConfig's."""
+        """max_captured_rows: the most target rows of a batch that only decodes and runs in fixed shapes;
+        max_mixed_rows: of another whose passes do; 0: none does. synthetic_rates: SpeculativeConfig's, for benchmarks.
+        cache_dtype: of keys and values; None: the target's. late_drafting: plans may put the drafter's rows off.
+        confidence_threshold: SpeculativeConfig's."""
         self.target = target
         self.device = target.device
         self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
@@ -83,6 +88,13 @@ class Runner:
             self.late_rows = LateRows(self.draft_pass, self.lanes, num_blocks, target.dtype)
         self.synthetic_rates = None if synthetic_rates is None else conditional_rates(synthetic_rates, self.device)
         self.num_scheduler_steps = num_scheduler_steps
+        graphs = Graphs()
+        self.mixed: MixedStep | None = None
+        if max_mixed_rows > 0:
+            with torch.inference_mode():
+                self.mixed = MixedStep(
+                    target, self.draft_pass, self.kv_cache, self.lanes, graphs, max_mixed_rows, max_model_len
+                )
         self.decode: DecodeStep | None = None
         if max_captured_rows > 0:
             with torch.inference_mode():
@@ -91,6 +103,7 @@ class Runner:
                     self.draft_pass,
                     self.kv_cache,
                     self.lanes,
+                    graphs,
                     self.num_speculative_tokens,
                     max_captured_rows,
                     max_model_len,
@@ -120,8 +133,11 @@ class Runner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Record every CUDA graph now, so that no request has to wait for it."""
-        if self.decode is not None and self.device.type == "cuda":
-            self.decode.capture_all()
+        if self.device.type != "cuda":
+            return
+        for step in (self.decode, self.mixed):
+            if step is not None:
+                step.capture_all()
 
     def _execute_parts(self, plan: StepPlan, burst: list[int]) -> StepResult:
         """Several decoding steps for the requests of `burst`, one step for the rest."""
@@ -143,14 +159,16 @@ class Runner:
         drafting = self.draft_pass is not None and inputs.any_drafting
         keeping = self.late_rows is not None and inputs.any_speculation
         made_up = 0.0
-        logits, aux = self.target.forward_paged(
-            token_ids,
-            inputs.batch.positions,
-            inputs.batch,
-            self.kv_cache,
-            inputs.logit_rows if inputs.any_logits else None,
-            self.aux_layer_ids if drafting or keeping else (),
-        )
+        mixed = self.mixed if self.mixed is not None and len(token_ids) <= self.mixed.max_rows else None
+        aux: Tensor | None
+        if mixed is not None:
+            hidden, aux = mixed.target_states(token_ids, inputs.batch)
+        else:
+            aux_layer_ids = self.aux_layer_ids if drafting or keeping else ()
+            hidden, aux = self.target.states_paged(
+                token_ids, inputs.batch.positions, inputs.batch, self.kv_cache, aux_layer_ids
+            )
+        logits = self.target.lm_logits(hidden[inputs.logit_rows]) if inputs.any_logits else None
         packed: list[Tensor] = []  # logprobs, for the requests that ask
         tokens, num_accepted, next_token = self._verify(logits, token_ids, inputs, packed)
         # where the next token stands: behind the accepted rows (in an unfinished prompt it is there already)
@@ -176,7 +194,7 @@ class Runner:
                 num_drafts,
                 inputs.takes_part,
             )
-            drafts, num_drafts = self.draft_pass.propose(inputs.batch, verified)
+            drafts, num_drafts = (mixed or self.draft_pass).propose(inputs.batch, verified)
             self.lanes.store_drafts(drafts, num_drafts, inputs.lane_offset, next_position)
         decided = torch.cat((tokens, num_accepted[:, None], num_drafts[:, None]), dim=1)
         if not packed:

@@ -9,6 +9,9 @@ def _divide(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
+CONTEXT_BIN = 512
+
+
 @dataclass(slots=True)
 class SpecMetrics:
     """What became of the drafts. One "draft" is one verification step with at least one draft token.
@@ -70,6 +73,27 @@ class SpecMetrics:
 
 
 @dataclass(slots=True)
+class ContextMetrics:
+    """Acceptance by how long the context was. A verification step belongs to bin b when the tokens that stood before
+    its drafts are b * CONTEXT_BIN or more, and fewer than (b + 1) * CONTEXT_BIN."""
+
+    num_drafts: dict[int, int] = field(default_factory=dict)
+    num_accepted_tokens: dict[int, int] = field(default_factory=dict)
+
+    def add(self, context: int, accepted: int) -> None:
+        """Count one verification step with drafts."""
+        b = context // CONTEXT_BIN
+        self.num_drafts[b] = self.num_drafts.get(b, 0) + 1
+        self.num_accepted_tokens[b] = self.num_accepted_tokens.get(b, 0) + accepted
+
+    def acceptance_lengths(self) -> dict[int, float]:
+        """First context length of each bin that has steps -> acceptance length there."""
+        return {
+            b * CONTEXT_BIN: 1.0 + self.num_accepted_tokens[b] / steps for b, steps in sorted(self.num_drafts.items())
+        }
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Totals since the engine started (or since `reset`).
 
@@ -78,6 +102,7 @@ class EngineStats:
     """
 
     spec: SpecMetrics = field(default_factory=SpecMetrics)
+    by_context: ContextMetrics = field(default_factory=ContextMetrics)
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0

@@ -63,9 +63,16 @@ def to_device(arrays: list[NDArray[np.generic]], device: torch.device) -> list[T
     """Arrays of one dtype on the device, in one copy when that is a GPU (the CPU shares their memory)."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
-    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    # each begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that do not
+    unit = 16 // arrays[0].itemsize
+    starts = np.zeros(len(arrays) + 1, dtype=np.int64)
+    np.cumsum([-(-array.size // unit) * unit for array in arrays], out=starts[1:])
+    flat = torch.empty(int(starts[-1]), dtype=torch.from_numpy(arrays[0][:0]).dtype, pin_memory=True)
+    packed = flat.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + array.size] = array.ravel()
+    moved = flat.to(device, non_blocking=True)
+    return [moved[start : start + a.size].view(a.shape) for start, a in zip(starts.tolist(), arrays, strict=False)]
 
 
 def ragged(lengths: Ints) -> tuple[Ints, Ints, Ints]:

@@ -27,7 +27,39 @@ MANY = 1 << 30
 # (head_dim, rows of a tile) -> (most requests x kv heads, configuration), ascending; the first that holds a batch is
 # taken. None, and what is not listed: the general kernel of `kernels/paged_attention.py`. Lines as
 # `benchmarks/decode_attention.py` prints them.
-TABLE: dict[tuple[int, int], tuple[tuple[int, DecodeConfig | None], ...]] = {}
+TABLE: dict[tuple[int, int], tuple[tuple[int, DecodeConfig | None], ...]] = {
+    (64, 16): (
+        (3, DecodeConfig(128, 4, 2, 8, early_join=True)),
+        (24, DecodeConfig(32, 2, 3, 4, early_join=True)),
+        (MANY, DecodeConfig(32, 2, 3)),
+    ),
+    (64, 32): (
+        (3, DecodeConfig(128, 8, 2, 8, early_join=True)),
+        (24, DecodeConfig(64, 4, 3, 4, early_join=True)),
+        (MANY, DecodeConfig(64, 4, 3, 2, early_join=True)),
+    ),
+    (64, 64): (
+        (3, DecodeConfig(64, 4, 3, 8, early_join=True)),
+        (24, DecodeConfig(64, 4, 3, 4, early_join=True)),
+        (MANY, DecodeConfig(64, 4, 3, 2, early_join=True)),
+    ),
+    (128, 16): (
+        (8, DecodeConfig(128, 4, 2, 8, early_join=True)),
+        (64, DecodeConfig(32, 2, 3, 4, early_join=True)),
+        (MANY, DecodeConfig(32, 2, 3)),
+    ),
+    (128, 32): (
+        (8, DecodeConfig(64, 4, 3, 8, early_join=True)),
+        (64, DecodeConfig(32, 2, 4, 4, early_join=True)),
+        (256, DecodeConfig(64, 4, 3)),
+        (MANY, DecodeConfig(32, 2, 3)),
+    ),
+    (128, 64): (
+        (8, DecodeConfig(64, 4, 3, 8, early_join=True)),
+        (64, DecodeConfig(64, 4, 3, 4, early_join=True)),
+        (MANY, DecodeConfig(64, 4, 3)),
+    ),
+}
 
 
 def tile_rows(max_query_len: int, group: int) -> int:

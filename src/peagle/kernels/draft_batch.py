@@ -53,7 +53,8 @@ def expand_draft_batch(
 ) -> DraftBatch:
     """Copy and expand the target's rows into the drafter's.
 
-    token_ids, positions [T]: the rows that the target ran; query_start [R+1] int32: where each request's begin.
+    token_ids, positions [T]: the rows that the target ran; query_start [R+1] int32: where each request's begin. Rows
+    behind the last request's, and requests without rows, are padding.
     next_token_ids [R]: the token behind the last row that stands (the bonus token, or in a prompt the next prompt
     token). num_rejected [R]: rows at a request's end that verification rejected. num_drafts [R]: drafts wanted; only
     the first num_drafts - 1 MTP rows are real, the others count as rejected. takes_part [R] bool: requests without
@@ -64,7 +65,7 @@ def expand_draft_batch(
     row_start = query_start.long()
     out_start = row_start + torch.arange(num_requests + 1, device=device) * num_mask_rows
     out_rows = torch.arange(len(token_ids) + num_requests * num_mask_rows, device=device)
-    request = torch.searchsorted(out_start[1:], out_rows, right=True)
+    request = torch.searchsorted(out_start[1:], out_rows, right=True).clamp_(max=num_requests - 1)
     within = out_rows - out_start[request]
 
     num_true = row_start[1:] - row_start[:-1] - num_rejected

@@ -12,7 +12,7 @@ from peagle.kernels.draft_batch import DraftBatch
 BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_out_rows", "num_requests", "table_stride", "row_tiles"])
 def _expand_kernel(
     token_out, position_out, rejected_out, masked_out, hidden_out, slot_out, sample_out, start_out, context_out,
     token_ptr, position_ptr, start_ptr, next_ptr, num_rejected_ptr, num_drafts_ptr, part_ptr, table_ptr,
@@ -115,7 +115,7 @@ def expand_draft_batch_triton(
         out.sample_rows, out.query_start, out.context_lens,
         token_ids, positions, query_start, next_token_ids, num_rejected, num_drafts, takes_part, block_tables,
         len(token_ids), rows, requests, block_tables.stride(0), mask_token_id, row_tiles,
-        MASK_ROWS=num_mask_rows, BLOCK_SIZE=block_size, BLOCK=BLOCK, SEARCH_STEPS=max(1, requests.bit_length()),
+        MASK_ROWS=num_mask_rows, BLOCK_SIZE=block_size, BLOCK=BLOCK, SEARCH_STEPS=max(6, requests.bit_length()),
     )  # fmt: skip
     return out
 

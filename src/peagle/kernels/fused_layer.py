@@ -102,7 +102,12 @@ def run_layer(
     qkv = linear(x, weights.qkv, weights.qkv_bias)
     q = rope_and_write(qkv, cos, sin, weights, cache, batch)
     out = attend_written(q, cache, batch, weights.scale, weights.sliding_window)
-    out = linear(out.reshape(len(out), -1), weights.o, weights.o_bias)
+    return finish_layer(out.reshape(len(out), -1), residual, weights)
+
+
+def finish_layer(attended: Tensor, residual: Tensor, weights: LayerWeights) -> Tensor:
+    """What stands behind attention, whose output is attended [T, Hq * D]: the layer's output [T, H]."""
+    out = linear(attended, weights.o, weights.o_bias)
     if weights.norm is not None:
         hidden = out.add_(residual)
         normed = weights.norm(hidden)
@@ -111,13 +116,14 @@ def run_layer(
     return add_linear_(hidden, silu_linear(normed, weights.gate_up), weights.down)
 
 
-def chain_for(x: Tensor) -> Chain | None:
-    """How layers over the rows x [T, H] run chained, if they do (`chained_layer.run_layer_chained`)."""
+def chain_for(x: Tensor, last: LayerWeights) -> Chain | None:
+    """How layers, with the weights `last` in the last one, run chained over the rows x [T, H], if they do
+    (`chained_layer.run_layer_chained`)."""
     if not x.is_cuda:
         return None
     from peagle.kernels import chained_layer
 
-    return chained_layer.chain_for(x)
+    return chained_layer.chain_for(x, last)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -157,7 +163,7 @@ def add_linear_(total: Tensor, x: Tensor, weight: Weight) -> Tensor:
 
 
 def tune_layers(layers: Sequence[LayerWeights]) -> None:
-    """On a GPU measure which form of each product is the fastest for few rows."""
+    """On a GPU measure which form of each product is the fastest for few rows, and whether a chain is faster still."""
     some = layers[:TUNED_LAYERS]
     if not some or not some[0].post_norm.is_cuda or some[0].post_norm.dtype.itemsize != 2:
         return
@@ -173,6 +179,10 @@ def tune_layers(layers: Sequence[LayerWeights]) -> None:
     tune("gated", gate_up, lambda x, weight: silu_and_mul(F.linear(x, weight)))
     total = torch.zeros(8, len(down[0]), dtype=down[0].dtype, device=down[0].device)
     tune("added", down, lambda x, weight: total.addmm_(x, weight.t()))
+    if torch.cuda.get_device_capability(total.device) >= (9, 0):
+        from peagle.kernels.chain_tuning import tune_chain
+
+        tune_chain(layers)
 
 
 def rope_rows(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

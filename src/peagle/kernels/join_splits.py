@@ -9,7 +9,7 @@ from torch import Tensor
 from peagle.kernels.early_launch import early_launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_cells"])
 def _join_kernel(
     out_ptr, part_ptr, best_ptr, total_ptr, num_cells,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_EARLY: tl.constexpr,

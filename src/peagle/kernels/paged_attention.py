@@ -15,6 +15,7 @@ from peagle.target.paged_attention import FP8, PagedBatch
 
 # Splitting keys pays when few rows a request (decoding, verification) leave most of the card idle.
 MOST_SPLIT_ROWS, MOST_SPLITS, KEYS_A_SPLIT = 32, 16, 64
+SEARCH_STEPS = 6  # at least, so that batches of up to 63 requests share a compiled kernel
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def write_kv_triton(k: Tensor, v: Tensor, flat_k: Tensor, flat_v: Tensor, slot_m
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "table_stride"])
 def _paged_attention_kernel(
     out_ptr, part_ptr, best_ptr, total_ptr,
     q_ptr, k_ptr, v_ptr, sinks_ptr, position_ptr, query_start_ptr, block_table_ptr,
@@ -212,7 +213,7 @@ def paged_attention_triton(
         BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
         DIM=dim, BLOCK_Q=block_q, GROUP_PAD=group_pad, BLOCK_N=64,
         HAS_SINKS=sinks is not None, HAS_WINDOW=sliding_window is not None, HAS_SOFTCAP=bool(softcap),
-        SEARCH_STEPS=max(1, requests.bit_length()), NUM_SPLITS=num_splits, IS_CHAINED=is_chained,
+        SEARCH_STEPS=max(SEARCH_STEPS, requests.bit_length()), NUM_SPLITS=num_splits, IS_CHAINED=is_chained,
         **early_launch(is_chained),
     )  # fmt: skip
     if num_splits > 1:

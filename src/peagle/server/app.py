@@ -81,7 +81,13 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return error_response(ApiError(error.status_code, str(error.detail)))
+        said = str(error.detail)
+        if error.status_code == 404:  # of no route: a model that is not served has an error of its own
+            said = f"path: {request.url.path} is not served here, expected one of those in /openapi.json"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            said = f"method: got {request.method} for {request.url.path}, expected {allowed}"
+        return error_response(ApiError(error.status_code, said))
 
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from peagle.errors import InputError
-from peagle.target.loading import resolve_model
+from peagle.target.loading import resolve_model, unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,14 @@ class TargetFacts:
 
 
 def target_facts(config: Any, name: str = "") -> TargetFacts:
-    """From a Transformers config; of a multimodal one the text part counts."""
+    """From a Transformers config; of a multimodal one the text part counts. Raises InputError for a missing size."""
     text = config.get_text_config()
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if not isinstance(getattr(text, key, None), int):
+            raise InputError(
+                f"model: the config of {name!r} (model_type {config.model_type}) has no {key}, expected that of a "
+                "decoder-only language model"
+            )
     layers = int(text.num_hidden_layers)
     kinds = list(getattr(text, "layer_types", None) or ["full_attention"] * layers)
     window = sum(kind == "sliding_attention" for kind in kinds)
@@ -53,8 +59,7 @@ def read_target_config(source: str, name_or_path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(source)
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise InputError(f"model: the config of {name_or_path!r} could not be read ({type(error).__name__}: {text})")
+        raise unreadable(name_or_path, source, error) from error
 
 
 def read_target_facts(name_or_path: str) -> TargetFacts:

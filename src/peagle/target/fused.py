@@ -45,7 +45,7 @@ class FusedDecoder:
         cos, sin = self.rotary(hidden, positions[None])
         cos, sin = rope_rows(cos[0], sin[0])
         inputs: dict[int, Tensor] = {}
-        chain, x = chain_for(hidden), self.norms[0](hidden)
+        chain, x = chain_for(hidden, self.layers[-1]), self.norms[0](hidden)
         for i, (weights, norm) in enumerate(zip(self.layers, self.norms[1:], strict=True)):
             if i in aux_layer_ids:
                 inputs[i] = hidden

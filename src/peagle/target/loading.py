@@ -35,7 +35,7 @@ def cache_root() -> Path:
     return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "peagle"
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What another library's error says, on one line and no longer than a reader will read."""
     text = " ".join(str(error).split())
     return f"{error.__class__.__name__}: {text if len(text) <= 300 else text[:300] + '...'}"
@@ -101,7 +101,7 @@ def convert_gguf(gguf: Path) -> Path:
             f"model: reading {gguf.name} needs the extra packages gguf and accelerate ({error})"
         ) from error
     except Exception as error:
-        raise InputError(f"model: {gguf} cannot be read as GGUF ({_reason(error)})") from error
+        raise InputError(f"model: {gguf} cannot be read as GGUF ({reason(error)})") from error
     # GGUF names one end token in the model's metadata and the tokenizer reader may take another one from the
     # vocabulary; the model's is what ends its answers.
     eos = model.config.eos_token_id
@@ -145,6 +145,30 @@ def resolve_model(name_or_path: str) -> str:
     return name_or_path
 
 
+def unreadable(name_or_path: str, source: str, error: Exception) -> InputError:
+    """For a config that Transformers could not read at `source`, the resolved `name_or_path`."""
+    if Path(source).is_dir():
+        return InputError(f"model: {name_or_path!r} could not be loaded ({reason(error)})")
+    return InputError(
+        f"model: {name_or_path!r} is no folder here and could not be loaded from the Hub ({reason(error)})"
+    )
+
+
+def parse_device(device: str | torch.device | None) -> torch.device:
+    """A device that models are loaded to; None: cuda where there is one, else cpu. Raises InputError."""
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise InputError(f"device: got {str(device)!r}, expected cpu, cuda or cuda:N")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device: got {str(device)!r}, but PyTorch sees no GPU here")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device: got {str(device)!r}, expected cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    return where
+
+
 def eos_ids(model_config: object, generation_config: GenerationConfig | None, tokenizer: object) -> frozenset[int]:
     """Every token id that ends an answer, from the generation config, the model's and the tokenizer's."""
     ids: set[int] = set()
@@ -183,17 +207,12 @@ def load_target(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"dtype: got {dtype!r}, expected auto or one of {', '.join(DTYPES)}")
-    try:
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise InputError(f"device: got {device!r}, expected cpu, cuda or cuda:N") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device: got {device!r}, but PyTorch sees no GPU here")
+    where = parse_device(device)
     source = resolve_model(name_or_path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise InputError(f"model: {name_or_path!r} could not be loaded ({_reason(error)})") from error
+        raise unreadable(name_or_path, source, error) from error
     torch_dtype = auto_dtype(config, name_or_path, where.type) if dtype == "auto" else DTYPES[dtype]
     text = config.get_text_config()
     total_layers, verbosity = getattr(text, "num_hidden_layers", None), transformers_logging.get_verbosity()
@@ -209,7 +228,7 @@ def load_target(
             source, dtype=torch_dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **changed
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"model: the weights of {name_or_path!r} could not be loaded ({_reason(error)})") from error
+        raise InputError(f"model: the weights of {name_or_path!r} could not be loaded ({reason(error)})") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     if info["missing_keys"]:  # Transformers fills them with random values and only warns
@@ -221,9 +240,7 @@ def load_target(
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:  # a package that it needs may be what is missing
         tokenizer = None
-        log.warning(
-            "no tokenizer of %s could be loaded: token ids in, token ids out (%s)", name_or_path, _reason(error)
-        )
+        log.warning("no tokenizer of %s could be loaded: token ids in, token ids out (%s)", name_or_path, reason(error))
     if layers == "host":
         decoder = model.get_decoder()
         blocks, decoder.layers = decoder.layers, torch.nn.ModuleList()  # out of the way

@@ -235,15 +235,25 @@ class Target:
         Returns logits [R, V] of `logit_rows` (None: no logits) and the auxiliary states [T, 3H] of `aux_layer_ids`
         (none when empty).
         """
-        if self.fused is not None:
-            hidden, aux = self.fused(token_ids, positions, batch, kv_cache, aux_layer_ids)
-        else:
-            with self._mode(PAGED, aux_layer_ids):
-                hidden = self.decoder(
-                    input_ids=token_ids[None],
-                    position_ids=positions[None],
-                    use_cache=False,
-                    paged=(batch, kv_cache),
-                ).last_hidden_state[0]
-                aux = self._aux(aux_layer_ids)[0] if aux_layer_ids else None
+        hidden, aux = self.states_paged(token_ids, positions, batch, kv_cache, aux_layer_ids)
         return None if logit_rows is None else self.lm_logits(hidden[logit_rows]), aux
+
+    def states_paged(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        kv_cache: KVCache,
+        aux_layer_ids: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `forward_paged`, but what the LM head reads [T, H] in place of logits."""
+        if self.fused is not None:
+            return self.fused(token_ids, positions, batch, kv_cache, aux_layer_ids)
+        with self._mode(PAGED, aux_layer_ids):
+            hidden = self.decoder(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                paged=(batch, kv_cache),
+            ).last_hidden_state[0]
+            return hidden, self._aux(aux_layer_ids)[0] if aux_layer_ids else None

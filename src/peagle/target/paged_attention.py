@@ -27,7 +27,8 @@ class PagedBatch:
     positions [T] int64: position of each row in its request (for RoPE and for the mask); query_start [R+1] int32: rows
     of request r are query_start[r]:query_start[r+1]; context_lens [R] int32: cached positions of each request, this
     step's rows included; block_tables [R, max_blocks] int32; slot_mapping [T] int64: block * block_size + offset, or -1
-    for a row that writes nothing. The two maxima are host integers, so that nothing here waits for the device.
+    for a row that writes nothing. Rows behind the last request's are padding: what they give means nothing. The two
+    maxima are host integers, so that nothing here waits for the device.
     """
 
     positions: Tensor
@@ -151,6 +152,8 @@ def paged_attention(
     finally:
         if alone:
             torch.set_num_threads(threads)
+    if (padding := len(q) - views[-1].rows.stop) > 0:
+        outputs.append(q.new_zeros(padding, *q.shape[1:]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -6,6 +6,7 @@ By hand instead of DDP: a pack's backward runs once a chunk, and gradients must 
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ def join(device: str) -> tuple[World, str]:
 
 
 def leave() -> None:
-    """End what `join` began."""
+    """End what `join` began, its threads included."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()  # FSDP's modules are cycles that hold the group, and its threads end with its last holder

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from peagle.drafter.checkpoint import load_drafter, read_config, resolve_head
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.loading import load_drafter, read_config, resolve_head
 from peagle.drafter.model import Drafter
 from peagle.errors import InputError
 
@@ -32,7 +32,7 @@ def copy_head(drafter: Drafter, path: str) -> str:
 
     Raises InputError, listing every difference, when the head is not of the drafter's kind and dimensions.
     """
-    head = load_drafter(path, kind=drafter.config.kind, dtype=torch.float32)
+    head = load_drafter(path, dtype=torch.float32)  # of another kind: listed below
     unnamed = not head.config.aux_hidden_state_layer_ids  # then they are this run's, vLLM's default unless it says
     wanted, found = drafter.config.to_dict(), head.config.to_dict()
     differences = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter.config import DrafterConfig
 from peagle.errors import InputError
 from peagle.training.attention import BLOCK, Backend

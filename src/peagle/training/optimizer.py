@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter.model import Drafter
 
 VOCABULARY = ("embed_tokens.", "lm_head.")  # rows are tokens: Muon is for maps between hidden states

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter.config import DrafterConfig
 from peagle.errors import InputError
 from peagle.target.model import Target

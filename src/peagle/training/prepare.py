@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.drafter.model import Drafter
 from peagle.target.model import Target
 from peagle.training.distributed import World

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.errors import InputError
 from peagle.training.average import local
 from peagle.training.checkpoints import checkpoint_folders, load_latest, save_checkpoint

@@ -33,6 +33,9 @@ class ShardedDrafter:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=own, cast_forward_inputs=False)
         self.dtype = dtype
         fully_shard(drafter, mp_policy=policy, reshard_after_forward=False)
+        weight = drafter.fc.weight
+        assert isinstance(weight, DTensor)
+        self.mesh = weight.device_mesh
         self.compute = drafter
         self._module.set_reshard_after_backward(False)
         self._module.set_requires_gradient_sync(False)
@@ -87,6 +90,14 @@ class ShardedDrafter:
         copy.load_state_dict(whole(self.compute.state_dict()))  # FSDP shards the weights for it
         self.refresh()
         return copy
+
+    def release(self) -> None:
+        """Let go of the processes' group, after the last use of the weights.
+
+        DTensor's caches keep the mesh for good, and the mesh keeps the group (PyTorch 2.13; for torch.compile alone).
+        A thread of gloo's that outlives `leave` and drops a tensor while the interpreter ends aborts the process.
+        """
+        getattr(self.mesh, "_pg_registry", {}).clear()
 
 
 def full(tensor: Tensor) -> Tensor:

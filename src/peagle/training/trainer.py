@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from peagle.config import TrainConfig
+from peagle.config.training import TrainConfig
 from peagle.data.dataset import open_dataset
 from peagle.drafter.draft_vocabulary import write_draft_vocabulary
 from peagle.errors import InputError
-from peagle.target.loading import load_target
+from peagle.target.loading import load_target, parse_device
 from peagle.target.model import Target
 from peagle.training.distributed import World, join, leave
 from peagle.training.estimate import estimate
@@ -54,10 +54,7 @@ def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None]
 
     dry_run: prepare everything, say what would be trained, and stop.
     """
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
-    device = automatic if config.device == "auto" else config.device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device: got {config.device!r}, but PyTorch finds no CUDA device")
+    device = str(parse_device(None if config.device == "auto" else config.device))
     world, device = join(device)
     try:
         answers = open_dataset(list(config.data))
@@ -85,10 +82,14 @@ def train_on(
     if not world.first:
         say = _say_nothing
     run = prepare(config, target, answers, say, world)
-    if dry_run:
-        estimate(run.plan, run.weights, run.target_states, run.state, say)
-        return None
-    return _train(run, say)
+    try:
+        if dry_run:
+            estimate(run.plan, run.weights, run.target_states, run.state, say)
+            return None
+        return _train(run, say)
+    finally:
+        if run.weights.sharded is not None:
+            run.weights.sharded.release()
 
 
 def _train(run: Run, say: Callable[[str], None]) -> TrainResult:

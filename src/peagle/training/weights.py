@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import nn
 
-from peagle.drafter.checkpoint import save_drafter
 from peagle.drafter.model import Drafter
+from peagle.drafter.saving import save_drafter
 from peagle.target.model import Target
 from peagle.training.average import WeightAverage
 from peagle.training.distributed import World

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from peagle.drafter.checkpoint import fit_problems, module_name
-from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import HeadFacts
+from peagle.drafter.layouts import module_name
 from peagle.target.facts import TargetFacts
+from peagle.target.head_fit import target_problems
 from peagle.vllm.versions import MINIMUM, Trait, drafter_scatters
 
 
@@ -30,25 +30,13 @@ def head_traits(head: HeadFacts, target: TargetFacts | None) -> list[Trait]:
     return traits
 
 
-def target_problems(head: HeadFacts, target: TargetFacts) -> list[str]:
-    """Why the head does not fit; empty too when its config could not be read, which is a problem of its own."""
-    return [] if head.config is None else fit_problems(head.config, **target.fits_arguments)
+def serving_problems(head: HeadFacts, target: TargetFacts | None) -> list[str]:
+    """Why stock vLLM, of any version, will not serve a head (None: whatever the target); empty where it will.
 
-
-def target_warnings(head: HeadFacts, target: TargetFacts) -> list[str]:
-    """What is allowed but worth knowing."""
-    config = head.config
-    if config is None:
-        return []
-    warnings = []
-    if not config.aux_hidden_state_layer_ids and not target_problems(head, target):
-        warnings.append(with_aux_layers(config, target.num_layers)[1])
-    if target.max_model_len and config.max_position_embeddings < target.max_model_len:
-        warnings.append(
-            f"max_position_embeddings is {config.max_position_embeddings}, the target's {target.max_model_len}: drafts "
-            "may be accepted less often beyond it"
-        )
-    return warnings
+    Whether vLLM knows the target's architecture, and with EAGLE-3 heads, differs by version and is left to it.
+    """
+    fit = [] if target is None else target_problems(head, target)
+    return [*head.problems, *fit, *vllm_problems(head)]
 
 
 def vllm_problems(head: HeadFacts) -> list[str]:

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from peagle.config import SpeculativeConfig, speculative_settings
+from peagle.config.speculative import SpeculativeConfig, speculative_settings
 from peagle.errors import InputError
 from peagle.vllm.versions import MINIMUM, Trait, known_problems, parse_version
 
@@ -142,24 +142,31 @@ def parse_settings(value: str | Mapping[str, Any] | SpeculativeConfig) -> dict[s
     return {**settings, "method": checked.method}
 
 
+def version_problem(installed: Installed | None) -> str | None:
+    """Why the installed vLLM cannot run a head; None where it can, and where none or no release is known."""
+    version = None if installed is None else parse_version(installed.version)
+    if installed is None or version is None or version >= MINIMUM:
+        return None
+    return (
+        f"vLLM: {installed.version} is installed, expected {MINIMUM_TEXT} or later (the first that drafts in parallel)"
+    )
+
+
 def check(target: str, settings: dict[str, Any] | None, installed: Installed | None) -> list[str]:
     """Refuse what cannot work, without weights; return what is worth knowing. Completes `settings` in place."""
     from peagle.drafter.facts import read_head_facts
     from peagle.target.facts import read_target_facts
-    from peagle.vllm.needs import head_traits, target_problems, target_warnings, vllm_problems
+    from peagle.target.head_fit import target_warnings
+    from peagle.vllm.needs import head_traits, serving_problems
 
     version = None if installed is None else parse_version(installed.version)
     if settings is None:
         return []
-    if version is not None and version < MINIMUM:
-        assert installed is not None
-        raise InputError(
-            f"vLLM: {installed.version} is installed, expected {MINIMUM_TEXT} or later (the first that drafts in "
-            "parallel)"
-        )
+    if (too_old := version_problem(installed)) is not None:
+        raise InputError(too_old)
     head = read_head_facts(settings["model"])
     facts = read_target_facts(target)
-    problems = [*head.problems, *target_problems(head, facts), *vllm_problems(head)]
+    problems = serving_problems(head, facts)
     warnings = target_warnings(head, facts)
     if head.config is not None:
         kind, wanted = head.config.kind, settings.get("parallel_drafting")

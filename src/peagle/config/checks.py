@@ -1,0 +1,13 @@
+"""Checks that the configs share."""
+
+from __future__ import annotations
+
+from peagle.errors import InputError
+
+
+def check_positive(name: str, value: object, or_none: bool = False) -> None:
+    """Raises InputError naming the field."""
+    if value is None and or_none:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}: got {value!r}, expected a positive integer{' or None' if or_none else ''}")

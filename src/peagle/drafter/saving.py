@@ -1,0 +1,78 @@
+"""Writing a head's folder in either layout, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from peagle.drafter.layouts import Layout, config_json
+from peagle.drafter.model import Drafter
+from peagle.errors import InputError
+
+
+def t2d_of(d2t: Tensor, vocab_size: int) -> Tensor:
+    """The mask [V] of target ids that the draft vocabulary holds."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[torch.arange(len(d2t)) + d2t.cpu()] = True
+    return t2d
+
+
+def checkpoint_tensors(drafter: Drafter, layout: Layout, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The tensors to write, under the layout's names, on the CPU."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in drafter.state_dict().items():
+        if layout == "native":
+            name = name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+        tensor = tensor.detach().cpu()
+        tensors[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().clone()
+    if drafter.d2t is not None:
+        tensors["t2d"] = t2d_of(drafter.d2t, drafter.config.vocab_size)
+        if drafter.lm_head is None:
+            # vLLM can share a target's whole LM head but not some of its rows, so those go into the file
+            tensors["lm_head.weight"] = drafter.lm_head_weight().detach().cpu().to(dtype).contiguous().clone()
+    return tensors
+
+
+def save_drafter(
+    drafter: Drafter, path: str | os.PathLike[str], layout: Layout = "native", target_name: str = ""
+) -> Path:
+    """Write a head's folder, whole or not at all: it is filled beside its place and moved there when complete.
+
+    Files of the folder that are not the head's own (a model card) stay.
+    """
+    final = Path(path).expanduser()
+    config = replace(drafter.config, dtype="bfloat16")
+    if drafter.d2t is not None and drafter.lm_head is None and not drafter.bound:
+        raise InputError("lm_head: a head with a reduced vocabulary and no LM head of its own, expected a bound target")
+    work: Path | None = None
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+        save_file(checkpoint_tensors(drafter, layout), work / "model.safetensors", metadata={"format": "pt"})
+        os.chmod(work / "model.safetensors", 0o644)  # safetensors writes 0600
+        text = json.dumps(config_json(config, layout, target_name), indent=2, sort_keys=True)
+        (work / "config.json").write_text(text + "\n")
+        if not final.is_dir():
+            os.chmod(work, 0o755)
+            work.rename(final)
+        else:
+            os.replace(work / "model.safetensors", final / "model.safetensors")
+            os.replace(work / "config.json", final / "config.json")
+            for stale in (*final.glob("*.safetensors"), *final.glob("*.safetensors.index.json")):
+                if stale.name != "model.safetensors":
+                    stale.unlink()
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
+        raise InputError(f"output: {final} cannot be written ({error})") from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+    return final
