@@ -23,7 +23,7 @@ from peagle.target.model import Target
 BEST_K_EAGLE3 = 3
 BEST_K_P_EAGLE = 5
 # On a CPU, where a row more costs: drafts that are likelier wrong than worth their row are not verified.
-CONFIDENCE_THRESHOLD = 0.1
+CONFIDENCE_THRESHOLD = 0.05
 SWEPT_KS = range(1, 9)
 WARM_UP_TOKENS = 16
 

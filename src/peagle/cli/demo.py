@@ -63,7 +63,7 @@ def demo(
         typer.Option(
             metavar="P",
             min=0.0,
-            help="Drafts of a lower joint probability, by the head, are not verified; default: 0.1 on a CPU, else 0.",
+            help="Drafts of a lower joint probability, by the head, are not verified; default: 0.05 on a CPU, else 0.",
         ),
     ] = None,
     sweep: Annotated[

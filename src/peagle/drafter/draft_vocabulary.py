@@ -50,7 +50,8 @@ class DraftVocabulary:
         new = token_ids[~self._known[token_ids]]
         if len(new) == 0:
             return
-        ids = np.array(list(dict.fromkeys(new[::-1].tolist()))[: len(self.recent)])  # the latest of too many
+        latest = list(dict.fromkeys(new[::-1].tolist()))[: len(self.recent)]  # where there are too many
+        ids = np.array(latest[::-1])
         places = (self._oldest + np.arange(len(ids))) % len(self.recent)
         self._oldest = (self._oldest + len(ids)) % len(self.recent)
         recent = self.recent.numpy()
