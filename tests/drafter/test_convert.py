@@ -5,7 +5,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import peagle.drafter.convert as module
 from peagle.drafter import load_drafter, save_drafter
 from peagle.drafter.convert import convert_head, layout_name
 from peagle.drafter.facts import read_head_facts
@@ -144,7 +143,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, force):
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr("peagle.drafter.saving.save_file", full)
     with pytest.raises(InputError, match="No space left"):
         convert_head(start, tmp_path / "there", "speculators", force=force)
     assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -120,6 +120,7 @@ def test_bad_sampling_params(field: str, value: Any) -> None:
         ({"block_size": True}, "block_size: got True"),
         ({"num_kv_blocks": 0}, "num_kv_blocks: got 0"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: got 1.5"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization: got '0.9'"),
         ({"cpu_kv_cache_gib": 0}, "cpu_kv_cache_gib: got 0"),
         ({"max_model_len": 100_000}, "max_model_len: got 100000, expected at most the model's 512"),
         (

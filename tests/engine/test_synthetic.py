@@ -35,6 +35,12 @@ def test_rates_from_a_length() -> None:
         ({"rejection_sample_method": "synthetic"}, "one of the two"),
         ({"synthetic_acceptance_length": 2}, "expected only with"),
         ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 4.5}, "expected 1 to 4"),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": "2"}, "got '2', expected a number"),
+        (
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": 1},
+            "got 1, expected a list",
+        ),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": ["1"]}, "expected a list of numbers"),
         ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5]}, "expected 3 numbers"),
         ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "none above"),
         ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.5, 0.6, 0.1]}, "from 1 to 0"),

@@ -11,3 +11,8 @@ def check_positive(name: str, value: object, or_none: bool = False) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{name}: got {value!r}, expected a positive integer{' or None' if or_none else ''}")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an int or a float; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle.config.checks import check_positive
+from peagle.config.checks import check_positive, is_number
 from peagle.errors import InputError
 
 
@@ -58,12 +58,12 @@ class EngineConfig:
             raise InputError(f"kv_cache_dtype: got {self.kv_cache_dtype!r}, expected 'auto' or 'fp8'")
         if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
             raise InputError(f"max_logprobs: got {self.max_logprobs!r}, expected -1 (no limit) or 0 or more")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if not is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             raise InputError(
-                f"gpu_memory_utilization: got {self.gpu_memory_utilization}, expected a number above 0 and at most 1"
+                f"gpu_memory_utilization: got {self.gpu_memory_utilization!r}, expected a number above 0 and at most 1"
             )
-        if not self.cpu_kv_cache_gib > 0:
-            raise InputError(f"cpu_kv_cache_gib: got {self.cpu_kv_cache_gib}, expected a number above 0")
+        if not is_number(self.cpu_kv_cache_gib) or not self.cpu_kv_cache_gib > 0:
+            raise InputError(f"cpu_kv_cache_gib: got {self.cpu_kv_cache_gib!r}, expected a number above 0")
 
     def batched_tokens(self, device_type: str, max_model_len: int) -> int:
         """The budget of rows a step, resolved for a device."""

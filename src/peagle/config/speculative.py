@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from peagle.config.checks import check_positive
+from peagle.config.checks import check_positive, is_number
 from peagle.draft_table import DraftTable, parse_draft_table
 from peagle.errors import InputError
 
@@ -68,10 +68,15 @@ class SpeculativeConfig:
             choices = ", ".join(get_args(VocabularyChoice))
             raise InputError(f"draft_vocabulary: got {self.draft_vocabulary!r}, expected one of {choices}")
         threshold = self.confidence_threshold
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
+        if not is_number(threshold) or not 0 <= threshold < 1:
             raise InputError(f"confidence_threshold: got {threshold!r}, expected a number from 0 to less than 1")
-        if self.synthetic_acceptance_rates is not None:
-            object.__setattr__(self, "synthetic_acceptance_rates", tuple(self.synthetic_acceptance_rates))
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        if rates is not None:
+            if not isinstance(rates, Sequence) or not all(is_number(rate) for rate in rates):
+                raise InputError(f"synthetic_acceptance_rates: got {rates!r}, expected a list of numbers")
+            object.__setattr__(self, "synthetic_acceptance_rates", tuple(rates))
+        if length is not None and not is_number(length):
+            raise InputError(f"synthetic_acceptance_length: got {length!r}, expected a number")
         self._check_synthetic()
 
     def _check_synthetic(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -10,16 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.facts import named_target
 from peagle.drafter.layouts import Layout, config_json, module_name
 from peagle.drafter.loading import load_drafter, read_config, read_json, read_tensors, resolve_head
-from peagle.drafter.saving import t2d_of
+from peagle.drafter.saving import t2d_of, write_files
 from peagle.errors import InputError
+from peagle.work_folder import work_folder
 
 # Files that belong to a head in any layout and are not copied: they are written anew.
 WRITTEN = {"config.json", "model.safetensors", "model.safetensors.index.json"}
@@ -72,26 +70,13 @@ def convert_head(
     config = replace(read_config(source), own_embed_tokens=loaded.config.own_embed_tokens, dtype=loaded.config.dtype)
     tensors = converted_tensors(read_tensors(source), layout, config)
     del loaded
-    work: Path | None = None
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    with work_folder(final, f"output: {final} cannot be written") as work:
         for file in sorted(source.iterdir()):
             if file.is_file() and file.name not in WRITTEN and file.suffix != ".safetensors":
                 shutil.copyfile(file, work / file.name)
-        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
-        os.chmod(work / "model.safetensors", 0o644)  # safetensors writes 0600
-        text = json.dumps(
-            converted_config(raw, config_json(config, layout, named_target(raw))), indent=2, sort_keys=True
-        )
-        (work / "config.json").write_text(text + "\n")
+        write_files(work, tensors, converted_config(raw, config_json(config, layout, named_target(raw))))
         os.chmod(work, 0o755)
         put_in_place(work, final)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-        raise InputError(f"output: {final} cannot be written ({error})") from error
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
     return final
 
 

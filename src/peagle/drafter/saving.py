@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.drafter.layouts import Layout, config_json
 from peagle.drafter.model import Drafter
 from peagle.errors import InputError
+from peagle.work_folder import work_folder
 
 
 def t2d_of(d2t: Tensor, vocab_size: int) -> Tensor:
@@ -42,6 +41,13 @@ def checkpoint_tensors(drafter: Drafter, layout: Layout, dtype: torch.dtype = to
     return tensors
 
 
+def write_files(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """The two files of a head, readable by everyone."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    os.chmod(folder / "model.safetensors", 0o644)  # safetensors writes 0600
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def save_drafter(
     drafter: Drafter, path: str | os.PathLike[str], layout: Layout = "native", target_name: str = ""
 ) -> Path:
@@ -53,14 +59,8 @@ def save_drafter(
     config = replace(drafter.config, dtype="bfloat16")
     if drafter.d2t is not None and drafter.lm_head is None and not drafter.bound:
         raise InputError("lm_head: a head with a reduced vocabulary and no LM head of its own, expected a bound target")
-    work: Path | None = None
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-        save_file(checkpoint_tensors(drafter, layout), work / "model.safetensors", metadata={"format": "pt"})
-        os.chmod(work / "model.safetensors", 0o644)  # safetensors writes 0600
-        text = json.dumps(config_json(config, layout, target_name), indent=2, sort_keys=True)
-        (work / "config.json").write_text(text + "\n")
+    with work_folder(final, f"output: {final} cannot be written") as work:
+        write_files(work, checkpoint_tensors(drafter, layout), config_json(config, layout, target_name))
         if not final.is_dir():
             os.chmod(work, 0o755)
             work.rename(final)
@@ -70,9 +70,4 @@ def save_drafter(
             for stale in (*final.glob("*.safetensors"), *final.glob("*.safetensors.index.json")):
                 if stale.name != "model.safetensors":
                     stale.unlink()
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-        raise InputError(f"output: {final} cannot be written ({error})") from error
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
     return final

@@ -6,8 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from peagle.errors import InputError
 from peagle.target.model import Target
+from peagle.work_folder import work_folder
 
 log = logging.getLogger(__name__)
 
@@ -107,20 +106,12 @@ def convert_gguf(gguf: Path) -> Path:
     eos = model.config.eos_token_id
     if isinstance(eos, int):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
-    work: Path | None = None
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    with work_folder(final, f"model: cannot write the converted model to {final}") as work:
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
         os.chmod(work, 0o755)
         if not final.exists():
             work.rename(final)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-        raise InputError(f"model: cannot write the converted model to {final} ({error})") from error
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
     return final
 
 
