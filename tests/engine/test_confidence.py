@@ -57,18 +57,18 @@ def draft_pass(target: Target, kind: str, threshold: float) -> DraftPass:
 def test_joint_probability_decides(target: Target) -> None:
     """0.5 x 0.5 reaches a quarter, 0.5 x 0.4 does not; a request never gets more than it wants."""
     found = draft_pass(target, "p-eagle", 0.25)
-    log_probs = torch.tensor([[0.5, 0.5, 0.99], [0.5, 0.4, 1.0], [0.2, 1.0, 1.0], [1.0, 1.0, 1.0]]).log()
+    probs = torch.tensor([[0.5, 0.5, 0.99], [0.5, 0.4, 1.0], [0.2, 1.0, 1.0], [1.0, 1.0, 1.0]])
     wanted = torch.tensor([3, 3, 3, 2])
-    assert found._trusted(log_probs + 1e-6, wanted).tolist() == [2, 1, 0, 2]
+    assert found._trusted(probs, wanted).tolist() == [2, 1, 0, 2]
     assert found._trusted(None, wanted).tolist() == wanted.tolist()
 
 
 def test_probabilities_are_the_drafters(target: Target) -> None:
     found = draft_pass(target, "p-eagle", 0.5)
     rows = torch.randn(4, target.hidden_size)
-    tokens, log_probs = found._draft(rows, fixed_shape=False)
-    best = found.drafter.logits(rows).log_softmax(dim=-1).max(dim=-1)
-    torch.testing.assert_close(log_probs, best.values)
+    tokens, probs = found._draft(rows, fixed_shape=False)
+    best = found.drafter.logits(rows).softmax(dim=-1).max(dim=-1)
+    torch.testing.assert_close(probs, best.values)
     assert tokens.tolist() == best.indices.tolist()
     assert found._draft(rows, fixed_shape=True)[1] is None
 

@@ -14,6 +14,7 @@ import torch
 import peagle
 from peagle.config.training import TrainConfig
 from peagle.drafter import load_drafter
+from peagle.drafter.draft_vocabulary import read_draft_vocabulary
 from peagle.errors import InputError
 from peagle.training.trainer import train_on
 
@@ -68,6 +69,8 @@ def test_run_writes_head_and_logs(tmp_path: Path, kind: str) -> None:
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
     assert [line["step"] for line in lines if "validation_loss" in line] == [5, 10, 12]
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    listed = [read_draft_vocabulary(tmp_path / name, head.config.vocab_size) for name in ("head", "best")]
+    assert all(ids is not None and len(ids) for ids in listed), "a CPU drafts from the answers' frequent tokens"
     assert load_drafter(tmp_path / "best", kind=kind).config == head.config  # type: ignore[arg-type]
     facts = json.loads((tmp_path / "run.json").read_text())
     assert facts["config"]["kind"] == kind

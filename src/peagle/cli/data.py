@@ -8,6 +8,7 @@ import typer
 
 from peagle.cli.data_generate import generate
 from peagle.cli.data_hidden_states import hidden_states
+from peagle.errors import InputError
 
 data_app = typer.Typer(
     name="data",
@@ -79,8 +80,29 @@ def merge(
     typer.echo(f"{output}: {count} examples")
 
 
+def draft_vocabulary(
+    head: Annotated[Path, typer.Argument(help="Folder of a head that drafts from the whole vocabulary.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders of answers by the head's target.")],
+) -> None:
+    """List the frequent tokens of answers in a head's folder, as `peagle train` does: a CPU drafts from them."""
+    from peagle.data.dataset import open_dataset
+    from peagle.drafter.draft_vocabulary import COVERAGE, FILE, write_draft_vocabulary
+    from peagle.drafter.loading import read_config
+
+    config, dataset = read_config(head), open_dataset(folders)
+    if config.reduced_vocab:
+        raise InputError(
+            f"HEAD: {head} has {config.draft_vocab_size} draft tokens of its own, expected a whole vocabulary"
+        )
+    if (size := dataset.metadata["target"]["vocab_size"]) > config.vocab_size:
+        raise InputError(f"FOLDERS: answers of a vocabulary of {size} tokens, expected the head's {config.vocab_size}")
+    listed = write_draft_vocabulary(head, dataset.token_counts(config.vocab_size))
+    typer.echo(f"{head / FILE}: {listed} of {config.vocab_size} tokens, {COVERAGE:.0%} of the answers")
+
+
 data_app.command()(generate)
 data_app.command()(stats)
 data_app.command("hidden-states")(hidden_states)
 data_app.command()(check)
 data_app.command()(merge)
+data_app.command("draft-vocabulary")(draft_vocabulary)

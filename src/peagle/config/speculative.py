@@ -12,6 +12,7 @@ from peagle.draft_table import DraftTable, parse_draft_table
 from peagle.errors import InputError
 
 WeightDtype = Literal["auto", "target", "float16"]
+VocabularyChoice = Literal["auto", "listed", "whole"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class SpeculativeConfig:
     the target's dtype, "float16" halved, which only a CPU with a float32 target can; "auto" halves them where that is
     so. The output stays the target's either way.
 
+    draft_vocabulary (not in vLLM): the tokens that drafts are chosen from: "listed" those of the head's list and those
+    of the texts (`peagle.drafter.draft_vocabulary`), which only a CPU with a float32 target can, "whole" all that the
+    head knows; "auto" is the former where it can be. No output depends on it.
+
     confidence_threshold (not in vLLM; a CPU only): drafts whose joint probability, by the drafter, is below it are not
     verified, which saves their rows; 0 verifies all. No output depends on it.
     """
@@ -42,6 +47,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     num_speculative_tokens_per_batch_size: DraftTable | None = None
     draft_weight_dtype: WeightDtype = "auto"
+    draft_vocabulary: VocabularyChoice = "auto"
     confidence_threshold: float = 0.0
 
     def __post_init__(self) -> None:
@@ -58,6 +64,9 @@ class SpeculativeConfig:
         if self.draft_weight_dtype not in get_args(WeightDtype):
             choices = ", ".join(get_args(WeightDtype))
             raise InputError(f"draft_weight_dtype: got {self.draft_weight_dtype!r}, expected one of {choices}")
+        if self.draft_vocabulary not in get_args(VocabularyChoice):
+            choices = ", ".join(get_args(VocabularyChoice))
+            raise InputError(f"draft_vocabulary: got {self.draft_vocabulary!r}, expected one of {choices}")
         threshold = self.confidence_threshold
         if not is_number(threshold) or not 0 <= threshold < 1:
             raise InputError(f"confidence_threshold: got {threshold!r}, expected a number from 0 to less than 1")

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.draft_vocabulary import DraftVocabulary
 from peagle.errors import InputError
 
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]; RoPE has been applied to q and k.
@@ -141,6 +142,7 @@ class Drafter(nn.Module):
         # the target's: neither parameters nor saved
         self._shared: dict[str, Tensor] = {}
         self._faster: dict[str, Callable[[Tensor], Tensor]] = {}  # other forms of them; a dict: no submodules either
+        self.vocabulary: DraftVocabulary | None = None  # what the engine lets it draft, where that is not everything
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         """As nn.Module's, but RoPE's frequencies stay float32: rounded to bfloat16 they are wrong at long positions."""
@@ -226,6 +228,8 @@ class Drafter(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """Normed rows [T, H] -> logits over the draft vocabulary [T, Vd]."""
+        if self.vocabulary is not None:
+            return self.vocabulary.logits(normed)
         if self.lm_head is not None:  # the module, not its weight: the engine may have replaced it by a packed one
             return self.lm_head(normed)
         if "lm_head" in self._faster:
@@ -234,4 +238,6 @@ class Drafter(nn.Module):
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary ids -> target vocabulary ids (`d2t` holds offsets)."""
+        if self.vocabulary is not None:
+            return self.vocabulary.ids[draft_ids]
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]

@@ -6,7 +6,6 @@ can be captured. On the CPU rows that nobody needs are left out instead.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +66,7 @@ class DraftPass:
     ) -> None:
         """confidence_threshold: SpeculativeConfig's; it holds where shapes are not fixed."""
         self.drafter = drafter
-        self.least_log_prob = math.log(confidence_threshold) if confidence_threshold > 0 else None
+        self.threshold = confidence_threshold
         self.num_drafts = num_drafts
         self.block_size = block_size
         self.parallel = drafter.config.kind == "p-eagle"
@@ -86,6 +85,8 @@ class DraftPass:
         padding on the CPU too, as it is on a GPU.
         """
         fixed_shape = fixed_shape or verified.token_ids.is_cuda
+        if self.drafter.vocabulary is not None:
+            self.drafter.vocabulary.see(verified.token_ids.numpy())
         expand, copy_hidden = expand_draft_batch_on_host, copy_hidden_states
         if verified.token_ids.is_cuda:
             from peagle.kernels.draft_batch_triton import copy_hidden_states_triton, expand_draft_batch_triton
@@ -109,12 +110,14 @@ class DraftPass:
         hidden = copy_hidden(self.drafter.combine(verified.aux), self.mask_state, batch.hidden_rows, batch.is_masked)
         normed, feedback = self._run(batch, hidden, target)
         if self.parallel:
-            drafts, log_probs = self._choose(normed, batch.sample_rows, verified.num_drafts, fixed_shape)
-            return drafts, self._trusted(log_probs, verified.num_drafts)
+            drafts, probs = self._choose(normed, batch.sample_rows, verified.num_drafts, fixed_shape)
+            return drafts, self._trusted(probs, verified.num_drafts)
         return self._continue(normed, feedback, batch, target, verified.num_drafts, fixed_shape)
 
     def enter(self, token_ids: Tensor, aux: Tensor, batch: PagedBatch) -> None:
         """Enter true rows into the cache without drafting: token_ids [T], aux [T, 3H] at the rows of `batch`."""
+        if self.drafter.vocabulary is not None:
+            self.drafter.vocabulary.see(token_ids.numpy())
         self._forward(token_ids, self.drafter.combine(aux), batch)
 
     def _run(self, batch: DraftBatch, hidden: Tensor, target: PagedBatch) -> tuple[Tensor, Tensor]:
@@ -140,36 +143,44 @@ class DraftPass:
         return self.drafter(embeds, hidden, paged.positions, attend)
 
     def _draft(self, normed: Tensor, fixed_shape: bool) -> tuple[Tensor, Tensor | None]:
-        """The argmax of rows [N, H] in the target's vocabulary, and its logarithmic probability by the drafter."""
+        """The argmax of rows [N, H] in the target's vocabulary, and where it counts its probability by the drafter."""
         logits = self.drafter.logits(normed)
-        best = argmax_rows(logits)
-        log_probs = None
-        if self.least_log_prob is not None and not fixed_shape:
-            log_probs = logits.gather(1, best[:, None])[:, 0] - logits.logsumexp(dim=-1)
-        return self.drafter.to_target_ids(best), log_probs
+        if not self.threshold or fixed_shape:
+            return self.drafter.to_target_ids(argmax_rows(logits)), None
+        probs = logits.softmax(dim=-1, dtype=torch.float32)
+        best = argmax_rows(probs)
+        return self.drafter.to_target_ids(best), probs.gather(1, best[:, None])[:, 0]
 
     def _choose(
         self, normed: Tensor, rows: Tensor, num_drafts: Tensor, fixed_shape: bool
     ) -> tuple[Tensor, Tensor | None]:
         """`_draft` of rows [R, D] of normed, [R, D] each; without a fixed shape only of rows that are wanted."""
         if fixed_shape or int(num_drafts.min()) >= rows.shape[1]:
-            drafts, log_probs = self._draft(normed[rows.flatten()], fixed_shape)
-            return drafts.view(rows.shape), None if log_probs is None else log_probs.view(rows.shape)
+            drafts, probs = self._draft(normed[rows.flatten()], fixed_shape)
+            return drafts.view(rows.shape), None if probs is None else probs.view(rows.shape)
         wanted = torch.arange(rows.shape[1]) < num_drafts[:, None]
-        drafts, log_probs = torch.zeros_like(rows), None
+        drafts, probs = torch.zeros_like(rows), None
         if bool(wanted.any()):
             drafts[wanted], found = self._draft(normed[rows[wanted]], fixed_shape)
             if found is not None:
-                log_probs = found.new_zeros(rows.shape)
-                log_probs[wanted] = found
-        return drafts, log_probs
+                probs = found.new_zeros(rows.shape)
+                probs[wanted] = found
+        return drafts, probs
 
-    def _trusted(self, log_probs: Tensor | None, num_drafts: Tensor) -> Tensor:
+    def _trusted(self, probs: Tensor | None, num_drafts: Tensor) -> Tensor:
         """How many drafts [R] are verified: those whose joint probability, by the drafter, reaches the threshold."""
-        if log_probs is None or self.least_log_prob is None:
+        if probs is None:
             return num_drafts
-        trusted = log_probs.cumsum(dim=1) >= self.least_log_prob
-        return torch.minimum(num_drafts, trusted.sum(dim=1).to(num_drafts.dtype))
+        counts = []
+        for row, wanted in zip(probs.tolist(), num_drafts.tolist(), strict=True):  # few numbers: tensors take longer
+            joint, count = 1.0, 0
+            for prob in row[:wanted]:
+                joint *= prob
+                if joint < self.threshold:
+                    break
+                count += 1
+            counts.append(count)
+        return torch.tensor(counts, dtype=num_drafts.dtype)
 
     def _continue(
         self,
@@ -184,10 +195,10 @@ class DraftPass:
         anchors = batch.sample_rows[:, 0]
         drafts = torch.zeros(len(anchors), self.num_drafts, dtype=torch.int64, device=normed.device)
         drafts[:, :1], first = self._choose(normed, batch.sample_rows, num_drafts, fixed_shape)
-        log_probs = None
+        probs = None
         if first is not None:
-            log_probs = first.new_full(drafts.shape, -math.inf)  # of drafts that are not made
-            log_probs[:, :1] = first
+            probs = first.new_zeros(drafts.shape)  # of drafts that are not made
+            probs[:, :1] = first
         members: Tensor | slice = slice(None)
         passes, tables = self.num_drafts, target.block_tables
         if not fixed_shape:  # leave out requests that want no further draft
@@ -205,13 +216,13 @@ class DraftPass:
         query_start = torch.arange(len(anchors) + 1, dtype=torch.int32, device=normed.device)
         hidden = feedback[anchors]
         for i in range(1, passes):
-            if log_probs is not None and not bool((self._trusted(log_probs, num_drafts)[members] == i).any()):
+            if probs is not None and not bool((self._trusted(probs, num_drafts)[members] == i).any()):
                 break  # nobody goes on
             context = target.max_context_len + i
             paged = PagedBatch(positions[i], query_start, context_lens[i], tables, slots[i], 1, context)
             normed, hidden = self._forward(token, hidden, paged)
             token, found = self._draft(normed, fixed_shape)
             drafts[members, i] = token
-            if log_probs is not None and found is not None:
-                log_probs[members, i] = found
-        return drafts, self._trusted(log_probs, num_drafts)
+            if probs is not None and found is not None:
+                probs[members, i] = found
+        return drafts, self._trusted(probs, num_drafts)

@@ -6,15 +6,19 @@ import ctypes
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from peagle.config.engine import EngineConfig
 from peagle.config.speculative import SpeculativeConfig, WeightDtype
 from peagle.drafter.config import with_aux_layers
+from peagle.drafter.draft_vocabulary import FILE, DraftVocabulary, read_draft_vocabulary
 from peagle.drafter.fit import check_fits
-from peagle.drafter.loading import load_drafter
+from peagle.drafter.loading import load_drafter, resolve_head
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.errors import InputError
@@ -53,13 +57,16 @@ def _return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype = "auto") -> Drafter:
+def prepare_drafter(
+    drafter: Drafter, target: Target, weight_dtype: WeightDtype = "auto", listed: Tensor | None = None
+) -> Drafter:
     """Bind a head to its target and make it ready for inference in place, as `prepare_for_inference` does.
 
-    weight_dtype: SpeculativeConfig's draft_weight_dtype. Raises InputError for float16 where there is none.
+    weight_dtype: SpeculativeConfig's draft_weight_dtype. listed: on a CPU in float32, the tokens [N] that a head with
+    the whole vocabulary drafts, beside those of the texts; None: all. Raises InputError for float16 where it cannot be.
     """
     drafter.bind(target.embed_weight, target.lm_head_weight, target.model.get_output_embeddings())
-    on_cpu = target.device.type == "cpu" and target.dtype == torch.float32
+    on_cpu = _in_float32_on_cpu(target)
     if weight_dtype == "float16" and not (on_cpu and has_half()):
         raise InputError(
             f"draft_weight_dtype: got 'float16' with a {str(target.dtype).removeprefix('torch.')} target on "
@@ -69,11 +76,46 @@ def prepare_drafter(drafter: Drafter, target: Target, weight_dtype: WeightDtype 
         keep = tuple(m for m in (drafter.fc, drafter.lm_head) if m is not None)
         fuse_rms_norms(drafter)
         join_layers(drafter.layers)
-        if weight_dtype != "target" and has_half():
+        halve = weight_dtype != "target" and has_half()
+        if listed is not None and len(listed) < target.vocab_size:
+            weight = drafter.lm_head_weight().detach()
+            half = halve and fits_half(weight)
+            drafter.vocabulary = DraftVocabulary(
+                listed, weight, half_product if half else lambda rows: partial(F.linear, weight=rows)
+            )
+        if halve:
             halve_linears(drafter, keep)
-            halve_shared_lm_head(drafter, target)
+            if drafter.vocabulary is None:
+                halve_shared_lm_head(drafter, target)
         pack_linears(drafter, keep)
     return drafter.requires_grad_(False)
+
+
+def _in_float32_on_cpu(target: Target) -> bool:
+    return target.device.type == "cpu" and target.dtype == torch.float32
+
+
+def listed_tokens(drafter: Drafter, target: Target, speculative: SpeculativeConfig) -> Tensor | None:
+    """The tokens [N] that a head's list names, where draft_vocabulary says to draft from it; None: it drafts what it
+    can. Raises InputError for a list that is asked for and cannot be used."""
+    choice = speculative.draft_vocabulary
+    possible = _in_float32_on_cpu(target) and not drafter.config.reduced_vocab
+    if choice == "whole" or (choice == "auto" and not possible):
+        return None
+    if not possible:
+        what = f"a {str(target.dtype).removeprefix('torch.')} target on {target.device.type}"
+        if drafter.config.reduced_vocab:
+            what = f"a head with {drafter.config.draft_vocab_size} draft tokens of its own"
+        raise InputError(
+            f"draft_vocabulary: got 'listed' with {what}, expected that only on a CPU in float32, for a head that "
+            "drafts from the whole vocabulary"
+        )
+    listed = read_draft_vocabulary(resolve_head(speculative.model), target.vocab_size)
+    if listed is None and choice == "listed":
+        raise InputError(
+            f"draft_vocabulary: got 'listed', but {speculative.model} has no {FILE}, expected auto or whole"
+        )
+    return listed
 
 
 def halve_shared_lm_head(drafter: Drafter, target: Target) -> None:
@@ -98,7 +140,7 @@ def load_bound_drafter(target: Target, speculative: SpeculativeConfig) -> Drafte
     check_fits(
         drafter.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )
-    return prepare_drafter(drafter, target, speculative.draft_weight_dtype)
+    return prepare_drafter(drafter, target, speculative.draft_weight_dtype, listed_tokens(drafter, target, speculative))
 
 
 def load_engine(

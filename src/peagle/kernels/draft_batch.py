@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,42 +114,47 @@ def expand_draft_batch_on_host(
     num_mask_rows: int,
     mask_token_id: int,
 ) -> DraftBatch:
-    """`expand_draft_batch` of CPU tensors in NumPy, without the rejected rows; their sample_rows point at row 0.
+    """`expand_draft_batch` of CPU tensors, without the rejected rows; their sample_rows point at row 0.
 
-    A step of one request is a dozen rows, where what an operation costs is being called: NumPy's are several times
-    cheaper than PyTorch's, and padding that is dropped again need not be made.
+    A step of one request is a dozen rows, where what an operation costs is being called: lists are several times
+    cheaper than arrays, and padding that is dropped again need not be made.
     """
-    tokens, place, first = token_ids.numpy(), positions.numpy(), query_start.numpy().astype(np.int64)
-    part, tables = takes_part.numpy(), block_tables.numpy()
-    mask_rows = np.minimum(np.maximum(num_drafts.numpy() - 1, 0), num_mask_rows)
-    true_rows = np.diff(first) - num_rejected.numpy()
-    last_position = place[first[:-1] + true_rows - 1]
-
-    out_start = np.zeros(len(first), dtype=np.int64)
-    np.cumsum((true_rows + mask_rows) * part, out=out_start[1:])
-    request = np.repeat(np.arange(len(part)), np.diff(out_start))
-    within = np.arange(out_start[-1]) - out_start[request]
-    depth = within - true_rows[request] + 1  # of MTP rows; 0 and below for true rows
-    is_masked = depth > 0
-
-    hidden_rows = np.where(is_masked, 0, first[request] + within)
-    shifted = tokens[np.minimum(hidden_rows + 1, len(tokens) - 1)]
-    shifted = np.where(depth == 0, next_token_ids.numpy()[request], shifted)
-    out_positions = last_position[request] + depth
-    slots = tables[request, out_positions // block_size].astype(np.int64) * block_size + out_positions % block_size
-    steps = np.arange(num_mask_rows + 1)
-    sample_rows = (out_start[:-1] + true_rows - 1)[:, None] + steps
-    sample_rows[(steps > mask_rows[:, None]) | ~part[:, None]] = 0
+    tokens, place, first = token_ids.tolist(), positions.tolist(), query_start.tolist()
+    rejected, drafts, takes = num_rejected.tolist(), num_drafts.tolist(), takes_part.tolist()
+    out_tokens: list[int] = []
+    out_positions: list[int] = []
+    hidden_rows: list[int] = []
+    slots: list[int] = []
+    sample_rows: list[list[int]] = []
+    is_masked: list[bool] = []
+    context_lens: list[int] = []
+    out_start = [0]
+    for r, (next_token, table) in enumerate(zip(next_token_ids.tolist(), block_tables.tolist(), strict=True)):
+        begin, end = first[r], first[r + 1] - rejected[r]
+        masks = min(max(drafts[r] - 1, 0), num_mask_rows)
+        context_lens.append(place[end - 1] + 1 + masks)
+        samples = [0] * (num_mask_rows + 1)
+        if takes[r]:
+            anchor = len(out_tokens) + end - begin - 1
+            samples[: masks + 1] = range(anchor, anchor + masks + 1)
+            out_tokens += [*tokens[begin + 1 : end], next_token, *[mask_token_id] * masks]
+            where = range(place[begin], context_lens[-1])
+            out_positions += where
+            slots += [table[p // block_size] * block_size + p % block_size for p in where]
+            hidden_rows += [*range(begin, end), *[0] * masks]
+            is_masked += [False] * (end - begin) + [True] * masks
+        sample_rows.append(samples)
+        out_start.append(len(out_tokens))
     return DraftBatch(
-        torch.from_numpy(np.where(is_masked, mask_token_id, shifted)),
-        torch.from_numpy(out_positions),
-        torch.zeros(len(within), dtype=torch.bool),
-        torch.from_numpy(is_masked),
-        torch.from_numpy(sample_rows),
-        torch.from_numpy(hidden_rows),
-        torch.from_numpy(slots),
-        torch.from_numpy(out_start.astype(np.int32)),
-        torch.from_numpy((last_position + 1 + mask_rows).astype(np.int32)),
+        torch.tensor(out_tokens, dtype=torch.int64),
+        torch.tensor(out_positions, dtype=torch.int64),
+        torch.zeros(len(out_tokens), dtype=torch.bool),
+        torch.tensor(is_masked, dtype=torch.bool),
+        torch.tensor(sample_rows, dtype=torch.int64),
+        torch.tensor(hidden_rows, dtype=torch.int64),
+        torch.tensor(slots, dtype=torch.int64),
+        torch.tensor(out_start, dtype=torch.int32),
+        torch.tensor(context_lens, dtype=torch.int32),
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from peagle.config.training import TrainConfig
 from peagle.drafter.model import Drafter
 from peagle.target.model import Target
@@ -35,6 +37,7 @@ class Run:
     target_states: TargetStates
     weights: Weights
     state: TrainState
+    token_counts: np.ndarray | None  # [V] of the answers' tokens; None: the head has a draft vocabulary of its own
 
 
 def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable[[str], None], world: World) -> Run:
@@ -78,7 +81,8 @@ def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable
     weights.copy.refresh()
     for line in description(plan, weights):
         say(line)
-    return Run(sources, plan, target_states, weights, state)
+    counts = None if vocab is not None else answers.token_counts(target.vocab_size)
+    return Run(sources, plan, target_states, weights, state, counts)
 
 
 def _first_head(

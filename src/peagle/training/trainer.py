@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from peagle.config.training import TrainConfig
 from peagle.data.dataset import open_dataset
+from peagle.drafter.draft_vocabulary import write_draft_vocabulary
 from peagle.errors import InputError
 from peagle.target.loading import load_target, parse_device
 from peagle.target.model import Target
@@ -157,11 +158,18 @@ def _train(run: Run, say: Callable[[str], None]) -> TrainResult:
         if log is not None:
             log.close()
     head = folder / "head"
-    write_head(head, weights, target_states.target, world)
+    _write_head(run, head)
     if world.first:
         plot_run(folder)
     say(f"wrote {head} after {state.step} steps, {state.documents} documents, {state.tokens:,} tokens")
     return TrainResult(state.step, True, head, state.validation)
+
+
+def _write_head(run: Run, folder: Path) -> None:
+    """The head as it is now, with the list of frequent tokens that a CPU drafts from."""
+    write_head(folder, run.weights, run.target_states.target, run.plan.world)
+    if run.plan.world.first and run.token_counts is not None and run.token_counts.any():
+        write_draft_vocabulary(folder, run.token_counts)
 
 
 def _validate(run: Run, log: MetricsLog | None) -> None:
@@ -182,7 +190,7 @@ def _validate(run: Run, log: MetricsLog | None) -> None:
     state.validation, state.validated_at = found, state.step
     if found.without_loops > state.best:
         state.best = found.without_loops
-        write_head(Path(plan.config.output) / "best", weights, target_states.target, plan.world)
+        _write_head(run, Path(plan.config.output) / "best")
     if log is None:
         return
     log.write(found.log_values(state.step))

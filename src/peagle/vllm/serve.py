@@ -134,7 +134,8 @@ def parse_settings(value: str | Mapping[str, Any] | SpeculativeConfig) -> dict[s
         settings = {key: content for key, content in asdict(value).items() if content not in (None, "standard")}
     else:
         settings = speculative_settings(value)
-    for key in ("draft_weight_dtype", "confidence_threshold"):  # how our engine runs, and nothing about what it writes
+    # how our engine runs, and nothing about what it writes
+    for key in ("draft_weight_dtype", "draft_vocabulary", "confidence_threshold"):
         settings.pop(key, None)
     ours = ("model", "num_speculative_tokens", "method", "parallel_drafting")
     checked = SpeculativeConfig.parse({key: settings[key] for key in ours if key in settings})
