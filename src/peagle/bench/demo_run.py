@@ -37,7 +37,7 @@ class DemoSettings:
     confidence_threshold: float | None = None
     sweep: bool = False
     prompts: Sequence[str] = ()
-    max_tokens: int = 128
+    max_tokens: int = 256
     dtype: str = "auto"
     device: str | None = None
     transformers: bool = False

@@ -73,7 +73,7 @@ def demo(
         list[str] | None,
         typer.Option(metavar="TEXT", help="Your own prompt instead of the built-in ones; may be given several times."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer.")] = 256,
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="CPU threads; default: PyTorch's choice.")
     ] = None,
