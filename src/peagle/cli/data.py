@@ -80,6 +80,20 @@ def merge(
     typer.echo(f"{output}: {count} examples")
 
 
+def join(
+    inputs: Annotated[list[Path], typer.Argument(help="Folders of answers by the same target.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="New folder.")],
+    tokens: Annotated[int, typer.Option(help="Longest joined conversation.")],
+    share: Annotated[float, typer.Option(help="Share of all tokens to be in joined conversations.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the choice of conversations.")] = 0,
+) -> None:
+    """Make long conversations of short ones, for heads that are to draft in long contexts."""
+    from peagle.data.join import join_conversations
+
+    count, joined = join_conversations(inputs, output, tokens, share, seed)
+    typer.echo(f"{output}: {count} examples, {joined} of them joined")
+
+
 def draft_vocabulary(
     head: Annotated[Path, typer.Argument(help="Folder of a head that drafts from the whole vocabulary.")],
     folders: Annotated[list[Path], typer.Argument(help="Folders of answers by the head's target.")],
@@ -105,4 +119,5 @@ data_app.command()(stats)
 data_app.command("hidden-states")(hidden_states)
 data_app.command()(check)
 data_app.command()(merge)
+data_app.command()(join)
 data_app.command("draft-vocabulary")(draft_vocabulary)
