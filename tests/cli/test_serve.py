@@ -35,6 +35,7 @@ from tests.conftest import COMMON
         (["--speculative-config", '{"method": "mtp", "model": "x", "num_speculative_tokens": 3}'], "method"),
         (["--block-size", 0], "block_size"),
         (["--api-key", ""], "--api-key: got an empty key"),
+        (["--tensor-parallel-size", 2], "go with --engine vllm"),
         (["--allowed-origins", "*"], "--allowed-origins: not JSON"),
         (["--allowed-origins", '"*"'], "expected a JSON list of strings"),
     ],

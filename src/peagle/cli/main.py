@@ -25,6 +25,7 @@ from peagle.cli.train import train
 from peagle.errors import InputError
 
 USER_ERROR = 2  # as for an unknown option
+VLLM_HINT = ". vLLM's other flags (several GPUs, quantisation and so on) go with --engine vllm"
 
 
 class PeagleGroup(TyperGroup):
@@ -44,6 +45,11 @@ class PeagleGroup(TyperGroup):
                 raise
             typer.echo(f"peagle: error: {error}", err=True)
             raise typer.Exit(USER_ERROR) from error
+        except Exception as error:
+            # click's class; whether typer brings its own click depends on its version
+            if type(error).__name__ == "NoSuchOption" and ctx.invoked_subcommand == "serve":
+                error.message += VLLM_HINT  # type: ignore[attr-defined]
+            raise
 
 
 app = typer.Typer(
