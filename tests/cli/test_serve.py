@@ -80,7 +80,6 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(model=model, speculative=speculative, config=config)
         raise Stop
 
-    monkeypatch.setattr("peagle.cli.serve.check_by_config", lambda target, speculative: None)
     monkeypatch.setattr("peagle.engine.loading.load_engine", take)
     monkeypatch.setattr("peagle.server.run.bind", lambda host, port: found.update(address=(host, port)))
     return found
@@ -150,7 +149,7 @@ def test_what_cannot_run_is_refused_before_weights_are_read(
     def never(*_: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("peagle.engine.loading.load_engine", never)
+    monkeypatch.setattr("peagle.engine.loading.load_target", never)
     LlamaConfig(**COMMON | {"hidden_size": 64}).save_pretrained(tmp_path / "other")
     speculative = {"model": heads["eagle3"], "num_speculative_tokens": 3}
     result = run_peagle("serve", tmp_path / "other", "--port", 0, "--speculative-config", json.dumps(speculative))

@@ -73,7 +73,7 @@ def test_chat(folder: str) -> None:
 
 def test_what_is_refused(folder: str, heads: dict[str, str]) -> None:
     for kind, flag in (("p-eagle", False), ("eagle3", True)):
-        with pytest.raises(InputError, match=f"is of kind {kind}"):
+        with pytest.raises(InputError, match=f"kind: is {kind}, expected .* parallel_drafting"):
             LLM(folder, {"model": heads[kind], "num_speculative_tokens": 4, "parallel_drafting": flag}, device="cpu")
     with pytest.raises(InputError, match="max_num_sequences"):
         LLM(folder, device="cpu", max_num_sequences=4)
@@ -148,3 +148,14 @@ def test_bfloat16_runs(folder: str, heads: dict[str, str]) -> None:
     assert llm.engine.drafter.fc.weight.dtype == torch.bfloat16
     (output,) = llm.generate("x", SamplingParams(max_tokens=5), use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= 5
+
+
+def test_an_unfit_head_is_refused_before_weights_are_read(
+    folder: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = save_drafter(tiny_head(target, aux_hidden_state_layer_ids=(0, 1, 99)), tmp_path / "head")
+    monkeypatch.setattr("peagle.engine.loading.load_target", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match="99"):
+        LLM(folder, {"model": str(head), "num_speculative_tokens": 2, "parallel_drafting": True})
+    with pytest.raises(InputError, match="kind"):
+        LLM(folder, {"model": str(head), "num_speculative_tokens": 2, "parallel_drafting": False})

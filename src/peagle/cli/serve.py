@@ -200,20 +200,6 @@ def serve(
     server.run(sockets=[sock])
 
 
-def check_by_config(target: str, speculative: SpeculativeConfig | None) -> None:
-    """Refuse a target that the engine does not run, and a head that does not fit it, before minutes of loading."""
-    from peagle.target.facts import read_target_config, target_facts
-    from peagle.target.head_fit import check_head
-    from peagle.target.loading import resolve_model
-    from peagle.target.refusal import engine_refusal
-
-    config = read_target_config(resolve_model(target), target)
-    if (refusal := engine_refusal(config, target)) is not None:
-        raise InputError(refusal)
-    if speculative is not None:
-        check_head(speculative.model, target_facts(config, target), speculative.kind)
-
-
 def load(
     target: str,
     speculative: SpeculativeConfig | None,
@@ -232,7 +218,6 @@ def load(
         torch.set_num_threads(threads)
     set_verbosity_error()
     disable_progress_bar()
-    check_by_config(target, speculative)
     logger, collected = logging.getLogger("peagle"), Collected()
     logger.addHandler(collected)
     try:

@@ -26,6 +26,7 @@ from peagle.kernels.half_linear import HalfLinear, fits_half, half_product, halv
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
 from peagle.target.fused import can_fuse, fuse_decoder_layers, join_layers
+from peagle.target.head_fit import check_by_config
 from peagle.target.loading import load_target
 from peagle.target.model import Target
 
@@ -155,7 +156,11 @@ def load_engine(
     The target is made ready for inference in place (`prepare_for_inference`).
     """
     speculative = SpeculativeConfig.parse(speculative_config) if speculative_config is not None else None
-    target = model if isinstance(model, Target) else load_target(model, dtype, device)
+    if isinstance(model, Target):
+        target = model
+    else:
+        check_by_config(model, *((speculative.model, speculative.kind) if speculative is not None else ()))
+        target = load_target(model, dtype, device)
     prepare_for_inference(target)
     if speculative is None:
         return Engine(target, config=config)

@@ -6,7 +6,9 @@ from peagle.drafter.config import with_aux_layers
 from peagle.drafter.facts import HeadFacts, read_head_facts
 from peagle.drafter.fit import fit_problems
 from peagle.errors import InputError
-from peagle.target.facts import TargetFacts
+from peagle.target.facts import TargetFacts, read_target_config, target_facts
+from peagle.target.loading import resolve_model
+from peagle.target.refusal import engine_refusal
 
 
 def target_problems(head: HeadFacts, target: TargetFacts) -> list[str]:
@@ -38,8 +40,19 @@ def check_head(head: str, target: TargetFacts, kind: str | None = None, flag: st
     facts = read_head_facts(head)
     problems = [*facts.problems, *target_problems(facts, target)]
     if kind is not None and facts.config is not None and facts.config.kind != kind:
-        problems.append(f"kind: is {facts.config.kind}, expected {kind}")
+        why = ", by the speculative config's parallel_drafting" if flag == "head" else ""
+        problems.append(f"kind: is {facts.config.kind}, expected {kind}{why}")
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise InputError(f"{flag} {head} does not fit {target.name}:{lines}")
     return facts
+
+
+def check_by_config(target: str, head: str | None = None, kind: str | None = None) -> None:
+    """Refuse a target that the engine does not run, and a head that does not fit it or is of another kind, before
+    minutes of loading. Raises InputError."""
+    config = read_target_config(resolve_model(target), target)
+    if (refusal := engine_refusal(config, target)) is not None:
+        raise InputError(refusal)
+    if head is not None:
+        check_head(head, target_facts(config, target), kind)
