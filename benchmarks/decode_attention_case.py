@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from graph_timing import replay_times
 from torch import Tensor
 
 from peagle.kernels.attention_table import DecodeConfig
@@ -118,15 +119,4 @@ def timed(case: Case, form: Form) -> list[float]:
     with torch.cuda.graph(graph):
         for k, v in case.caches:
             form(q, k, v)
-    for _ in range(WARM_REPLAYS):
-        graph.replay()
-    times = []
-    for _ in range(ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / (REPLAYS * len(case.caches)))
-    return times
+    return [us / len(case.caches) for us in replay_times(graph, WARM_REPLAYS, ROUNDS, REPLAYS)]

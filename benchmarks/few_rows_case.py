@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from graph_timing import replay_times
 from torch import Tensor
 
 from peagle.kernels.fused_layer import LayerWeights
@@ -101,18 +102,7 @@ def recorded(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 def replayed(run: Callable[[], Tensor]) -> list[float]:
     """Microseconds of a replay, of ROUNDS rounds."""
     graph, _ = recorded(run)
-    for _ in range(WARM_REPLAYS):
-        graph.replay()
-    times = []
-    for _ in range(ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / REPLAYS)
-    return times
+    return replay_times(graph, WARM_REPLAYS, ROUNDS, REPLAYS)
 
 
 def errors_of_chain(present: Callable[[], Tensor], chained: Callable[[], Tensor]) -> tuple[float, int]:
