@@ -51,9 +51,15 @@ def tiny_head(target: Target, kind: str = "p-eagle", layers: int = 2, seed: int 
     return drafter.eval().requires_grad_(False)
 
 
-def make_engine(target: Target, drafter: Drafter | None = None, k: int = 0, **config: Any) -> Engine:
+def make_engine(
+    target: Target,
+    drafter: Drafter | None = None,
+    k: int = 0,
+    synthetic_rates: tuple[float, ...] | None = None,
+    **config: Any,
+) -> Engine:
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128} | config
-    return Engine(target, drafter, k, EngineConfig(**settings))
+    return Engine(target, drafter, k, EngineConfig(**settings), synthetic_rates)
 
 
 def drain(engine: Engine) -> list[StepOutput]:

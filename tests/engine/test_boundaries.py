@@ -19,7 +19,7 @@ def answered(target: Target, answer: list[int], params: SamplingParams, k: int =
     engine = make_engine(target, tiny_head(target) if k else None, k)
     if k:
         replay(engine, {"0": PROMPT + answer})
-    request = engine.add_request("0", PROMPT, params, stream_text=True)
+    request = engine.add_request("0", PROMPT, params, stream_interval=1)
     outputs = drain(engine)
     assert engine.blocks.num_free == engine.blocks.num_blocks
     return engine, request, outputs

@@ -121,6 +121,29 @@ def test_nothing_waits_for_the_device_within_a_step(gpu_target: Target) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_nor_does_a_step_with_prompts(gpu_target: Target) -> None:
+    """Greedy and sampled, beside requests that decode: everything recorded, nothing read back."""
+    engine = make_engine(gpu_target, head(gpu_target, "p-eagle"), 3, async_scheduling=False)
+    engine.capture()
+    for i in range(3):
+        engine.add_request(str(i), SEQUENCES[i], greedy(ANSWER))
+    for _ in range(3):
+        engine.step()
+    for temperature in (0.0, 1.0):
+        engine.add_request(f"late {temperature}", SEQUENCES[3], SamplingParams(max_tokens=9, temperature=temperature))
+        schedule = engine.scheduler.schedule()
+        assert max(schedule.plan.query_lens) == len(SEQUENCES[3])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = engine.runner.launch(schedule.plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        engine._advance(schedule, launched.wait())
+    assert engine.runner.mixed is not None
+    assert {key[0] for key in engine.runner.mixed.graphs.keys()} == {"decode", "target", "verify", "drafter"}  # noqa: SIM118
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_fused_layers_change_nothing(target_folder: Callable[[str], Path], architecture: str) -> None:
     """Over prompts and captured steps alike, with a float8 cache too."""

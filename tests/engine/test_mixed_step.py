@@ -1,6 +1,7 @@
 """Steps with prompts in them, their passes padded as CUDA graphs need it, give what unpadded ones do.
 
-They run unrecorded on the CPU here, alone and beside decoding steps in fixed shapes.
+They run unrecorded on the CPU here, alone and beside decoding steps in fixed shapes. captured: rows of logits that a
+recorded verification takes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from peagle.config.engine import EngineConfig
 from peagle.drafter import Drafter
 from peagle.engine import Engine, SamplingParams
 from peagle.engine.checks import mixed_rows
+from peagle.engine.fixed_choice import GREEDY, SAMPLED
 from peagle.engine.mixed_step import MixedStep
 from peagle.target import Target
 from tests.engine.helpers import SEQUENCES, greedy, make_engine, run, tiny_head
@@ -58,16 +60,20 @@ def facts(engine: Engine, params: list[SamplingParams]) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("unrecorded", [False, True])
 @pytest.mark.parametrize("captured", [0, 1024])
 @pytest.mark.parametrize(("kind", "k"), [("p-eagle", 1), ("p-eagle", 5), ("eagle3", 4), (None, 0)])
-def test_same_tokens_and_acceptance(target: Target, padded: Padded, kind: str | None, k: int, captured: int) -> None:
-    """Prompts in chunks beside requests that decode; one drafts less, one not at all, some have their logits changed
-    or reported. Larger steps than the limit run as they are."""
+def test_same_tokens_and_acceptance(
+    target: Target, padded: Padded, kind: str | None, k: int, captured: int, unrecorded: bool
+) -> None:
+    """Prompts in chunks beside requests that decode; one drafts less, one not at all, some sample; unrecorded: some
+    have their logits changed or reported too. Larger steps than the limit run as they are."""
     # a small draft vocabulary makes some drafts of a random head right
     head = None if kind is None else tiny_head(target, kind, draft_vocab_size=8, own_lm_head=True)
-    others: list[dict[str, Any]] = [
-        {}, {"presence_penalty": 0.5}, {"logprobs": 2}, {"min_tokens": 4}, {"temperature": 0.7, "seed": 3},
-    ]  # fmt: skip
+    sampled: dict[str, Any] = {"temperature": 0.7, "seed": 3}
+    others: list[dict[str, Any]] = [{}, sampled, {}, {}, sampled | {"top_k": 9}]
+    if unrecorded:
+        others = [{}, {"presence_penalty": 0.5}, {"logprobs": 2}, {"min_tokens": 4}, sampled]
     params = [
         SamplingParams(max_tokens=24 - i, ignore_eos=True, **({"temperature": 0.0} | others[i % 5]))
         for i in range(len(SEQUENCES))
@@ -80,9 +86,33 @@ def test_same_tokens_and_acceptance(target: Target, padded: Padded, kind: str | 
     engine = padded(target, head, k, 24, captured, **config)
     sizes = count_sizes(engine)
     assert facts(engine, params) == expected
-    targets = {key[1] for key in sizes if key[0] == "target"}
-    assert targets == ({16, 24} if k else {16})
-    assert {key[2] for key in sizes if key[0] == "drafter"} == ({4, 5} if k else set())
+    verified = {key[2] for key in sizes if key[0] == "verify"}
+    assert (SAMPLED in verified) == (captured > 0 and not unrecorded)
+    if not captured:  # else decoding steps have a shape of their own
+        assert {key[1] for key in sizes if key[0] == "target"} == ({16, 24} if k else {16})
+        assert {key[2] for key in sizes if key[0] == "drafter"} == ({4, 5} if k else set())
+
+
+@pytest.mark.parametrize("captured", [0, 16, 1024])
+def test_synthetic_acceptance(target: Target, padded: Padded, captured: int) -> None:
+    """Also where not every batch's verification is recorded: two requests of four rows are 16 rows of logits."""
+    config: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 4, "block_size": 4}
+    config["synthetic_rates"] = (0.8, 0.5, 0.25)
+    params = [greedy(20 - i) for i in range(len(SEQUENCES))]
+    expected = facts(make_engine(target, tiny_head(target), 3, **config), params)
+    engine = padded(target, tiny_head(target), 3, 24, captured, **config)
+    sizes = count_sizes(engine)
+    assert facts(engine, params) == expected
+    assert {key[2] for key in sizes if key[0] == "verify"} == ({GREEDY} if captured else set())
+
+
+def test_a_prompt_in_many_parts(target: Target, padded: Padded) -> None:
+    """Steps that choose no token at all, and parts that are a part of a block."""
+    prompt, params = list(range(1, 60)), [greedy(8)]
+    config: dict[str, Any] = {"max_num_batched_tokens": 7, "block_size": 4}
+    expected = run(make_engine(target, tiny_head(target), 3, **config), [prompt], params)[0]
+    found = run(padded(target, tiny_head(target), 3, 16, 64, **config), [prompt], params)[0]
+    assert (found.output_token_ids, found.metrics) == (expected.output_token_ids, expected.metrics)
 
 
 def test_capturing_writes_nothing(target: Target, padded: Padded) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from peagle.engine.drafting import DraftPass, Verified
 from peagle.engine.fetch import fetch_later
+from peagle.engine.fixed_choice import GREEDY, SAMPLED, choose_fixed, settings_of, way_of
 from peagle.engine.graphs import Graphs, capture_sizes
 from peagle.engine.lanes import Lanes
 from peagle.engine.plan import StepPlan, StepResult
-from peagle.engine.sampler import argmax_rows, invert_cdf, sample_filtered, uniform
-from peagle.engine.step_inputs import to_device
+from peagle.engine.step_inputs import fill, to_device
 from peagle.engine.verification import accepts_anything
 from peagle.kernels.decode_rows import LANE_OFFSET, NUM_DRAFTS, POSITION, SEED, TOP_K, lay_out_rows
 from peagle.kernels.decode_rows import settle as settle_requests
@@ -47,10 +47,6 @@ class DecodeBatch:
     block_tables: Tensor
     query_start: Tensor
     result: Tensor
-
-
-# How a batch's tokens are chosen, one graph each: by argmax alone, by temperature, by top-k, top-p and min-p too.
-GREEDY, SAMPLED, FILTERED = 0, 1, 2
 
 
 class DecodeStep:
@@ -99,9 +95,8 @@ class DecodeStep:
         """
         lane = np.array(plan.lanes)
         size = next(size for size in self.sizes if size >= len(lane))
-        batch = self._load(plan, lane, size)
-        sampled = self.lanes.temperature[lane] > 0
-        way = FILTERED if (sampled & self.lanes.filtered[lane]).any() else SAMPLED if sampled.any() else GREEDY
+        way = way_of(self.lanes, lane)
+        batch = self._load(plan, lane, size, way)
         self._current = lane, batch, way
         return self._run(num_steps)
 
@@ -160,7 +155,7 @@ class DecodeStep:
             )
         return self._batches[size]
 
-    def _load(self, plan: StepPlan, lane: NDArray[np.int64], size: int) -> DecodeBatch:
+    def _load(self, plan: StepPlan, lane: NDArray[np.int64], size: int, way: int) -> DecodeBatch:
         batch, lanes, n = self._batch(size), self.lanes, len(lane)
         numbers = np.zeros((7, size), dtype=np.int64)
         numbers[:, :n] = (
@@ -172,14 +167,11 @@ class DecodeStep:
             lane * lanes.width,
             lanes.top_k[lane],
         )
-        settings = np.zeros((3, size), dtype=np.float32)
-        settings[:, :n] = lanes.temperature[lane], lanes.top_p[lane], lanes.min_p[lane]
-        device = batch.numbers.device
-        (moved,), (moved_settings,) = to_device([numbers], device), to_device([settings], device)
+        fill(batch.numbers, numbers)
+        if way != GREEDY:
+            fill(batch.settings, settings_of(lanes, lane, size))
         width = int(lanes.num_blocks[lane].max())
-        (tables,) = to_device([lanes.block_tables[lane, :width]], device)
-        batch.numbers.copy_(moved)
-        batch.settings.copy_(moved_settings)
+        (tables,) = to_device([lanes.block_tables[lane, :width]], batch.numbers.device)
         batch.block_tables[:n, :width].copy_(tables)
         return batch
 
@@ -207,7 +199,7 @@ class DecodeStep:
             token_ids, positions, paged, self.kv_cache, slice(None), self.aux_layer_ids
         )
         assert logits is not None
-        choices = self._choose(logits, batch, positions.view(rows), way)
+        choices = choose_fixed(logits, way, batch.settings, numbers[TOP_K], numbers[SEED], positions.view(rows))
         accepted = None
         if self.synthetic_rates is not None:
             accepted = accepts_anything(self.synthetic_rates, numbers[SEED], numbers[POSITION])
@@ -225,21 +217,3 @@ class DecodeStep:
             verified = Verified(token_ids, aux, next_token, num_rejected, numbers[NUM_DRAFTS], takes_part)
             drafts, _ = self.draft_pass.propose(paged, verified, fixed_shape=True)
             lanes.store_drafts(drafts, numbers[NUM_DRAFTS], numbers[LANE_OFFSET], numbers[POSITION])
-
-    def _choose(self, logits: Tensor, batch: DecodeBatch, positions: Tensor, way: int) -> Tensor:
-        """The target's choice of every row, as `sampler.choose` makes it: [B * (K + 1)]."""
-        choices = argmax_rows(logits)
-        if way == GREEDY:
-            return choices
-
-        def rows(setting: Tensor) -> Tensor:
-            return setting[:, None].expand(positions.shape).flatten()
-
-        temperature, top_p, min_p = map(rows, batch.settings)
-        top_k, noise = rows(batch.numbers[TOP_K]), uniform(rows(batch.numbers[SEED]), positions.flatten() + 1)
-        scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        drawn = invert_cdf(scaled.softmax(dim=-1), noise)
-        if way == FILTERED:
-            filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-            drawn = torch.where(filtered, sample_filtered(scaled, top_k, top_p, noise, min_p), drawn)
-        return torch.where(temperature > 0, drawn, choices)

@@ -138,12 +138,13 @@ class Engine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
-        stream_text: bool = False,
+        stream_interval: int = 0,
     ) -> Request:
         """Queue a request, one completion. Raises InputError for one that cannot be run, before anything has changed.
 
-        stream_text: steps report the text that may be sent (`StepOutput.new_text`). The returned request is for
-        reading; it stays valid after it has finished.
+        stream_interval: report the text that may be sent (`StepOutput.new_text`) with the first tokens, then with so
+        many at a time and at the end; 0: never. The returned request is for reading; it stays valid after it has
+        finished.
         """
         params = params or SamplingParams()
         vocab, limit = self.target.vocab_size, self.config.max_logprobs
@@ -163,12 +164,12 @@ class Engine:
             else min(own_k, self.num_speculative_tokens),
             eos_token_ids=self.target.eos_token_ids,
             seed=params.seed if params.seed is not None else int(self._seeds.integers(MAX_SEED)),
-            stream_text=stream_text,
+            stream_interval=stream_interval,
             metrics=SpecMetrics(synthetic=self.synthetic),
             num_logprobs=count_logprobs("logprobs", params.logprobs, limit, vocab),
             num_prompt_logprobs=count_logprobs("prompt_logprobs", params.prompt_logprobs, limit, vocab),
         )
-        if params.stop_strings or stream_text:
+        if params.stop_strings or stream_interval:
             request.detokenizer = self._detokenizer(request)
         self.requests[request_id] = request
         self.scheduler.add(request)
@@ -309,7 +310,8 @@ class Engine:
         if request.status is Status.FINISHED:
             output.finished = True
             output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
-        request.show()
-        if request.stream_text and request.detokenizer is not None:
-            output.new_text = request.detokenizer.take(output.finished)
+        if request.stream_interval and request.is_due(len(tokens)):
+            request.show()
+            output.new_text = "" if request.detokenizer is None else request.detokenizer.take(output.finished)
+            request.has_shown |= output.new_text != ""
         return output

@@ -32,9 +32,9 @@ class StepOutput:
     """What one step added to one request.
 
     accepted_mask: True where the token came from a draft, False for the target's own. new_text: the text that may be
-    sent now, only for requests added with `stream_text` (incomplete characters and possible stop strings are held
-    back). stop_reason: the stop string or stop token id that ended it, None for end-of-sequence. new_logprobs: one
-    entry a new token, for requests that ask for logprobs.
+    sent now, incomplete characters and possible stop strings held back; None where it is not told yet, or never (no
+    `stream_interval`). stop_reason: the stop string or stop token id that ended it, None for end-of-sequence.
+    new_logprobs: one entry a new token, for requests that ask for logprobs.
     """
 
     request_id: str
@@ -43,7 +43,7 @@ class StepOutput:
     finished: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    new_text: str = ""
+    new_text: str | None = None
     new_logprobs: list[PositionLogprobs] | None = None
 
 

@@ -29,7 +29,8 @@ class Request:
     num_prompt_logprobs: how many of the likeliest tokens to report, -1 for no report. logprobs, prompt_logprobs: the
     reports so far, None when not asked for. block_keys: of its full blocks, the first num_keyed_blocks of which are
     entered in the prefix cache; num_cached_tokens: how many came from there when it first ran, -1 before that.
-    unshown: output tokens that the detokenizer has yet to be given.
+    unshown: output tokens that the detokenizer has yet to be given. stream_interval: how many tokens are turned into
+    text at a time (0: all at the end); num_untold: those since the last time; has_shown: there was text already.
     """
 
     request_id: str
@@ -40,7 +41,7 @@ class Request:
     eos_token_ids: frozenset[int]
     seed: int
     detokenizer: Detokenizer | None = None
-    stream_text: bool = False
+    stream_interval: int = 0
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1
     token_ids: list[int] = field(init=False)
@@ -62,6 +63,8 @@ class Request:
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     unshown: list[int] = field(default_factory=list)
+    num_untold: int = 0
+    has_shown: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -114,6 +117,14 @@ class Request:
         if self.unshown and self.detokenizer is not None:
             self.detokenizer.push(self.unshown, may_stop=False)
             self.unshown = []
+
+    def is_due(self, new: int) -> bool:
+        """Count new tokens; whether their text is to be told now."""
+        self.num_untold += new
+        if self.has_shown and self.num_untold < self.stream_interval and self.status is not Status.FINISHED:
+            return False
+        self.num_untold = 0
+        return True
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         self.status = Status.FINISHED

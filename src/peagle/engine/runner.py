@@ -40,8 +40,8 @@ class Launched:
 class Runner:
     """`launch` starts one step of a plan. Without a drafter every step is plain decoding, by the same code.
 
-    On a GPU steps that only decode run in fixed shapes (`decode`), and the passes of others in padded ones (`mixed`); a
-    step with more rows than these take runs in the shape that its rows have.
+    On a GPU steps that only decode run in fixed shapes (`decode`), and others in padded ones (`mixed`); a step with
+    more rows than these take runs in the shape that its rows have.
     """
 
     def __init__(
@@ -93,7 +93,15 @@ class Runner:
         if max_mixed_rows > 0:
             with torch.inference_mode():
                 self.mixed = MixedStep(
-                    target, self.draft_pass, self.kv_cache, self.lanes, graphs, max_mixed_rows, max_model_len
+                    target,
+                    self.draft_pass,
+                    self.kv_cache,
+                    self.lanes,
+                    graphs,
+                    max_mixed_rows,
+                    max_captured_rows,
+                    max_model_len,
+                    self.synthetic_rates,
                 )
         self.decode: DecodeStep | None = None
         if max_captured_rows > 0:
@@ -120,7 +128,7 @@ class Runner:
         if found and self.num_scheduler_steps > 1:
             result = self._execute_parts(plan, found)
             return Launched(lambda: result, False)
-        return Launched(self._execute(plan), False)
+        return Launched(self._launch_once(plan), False)
 
     @torch.inference_mode()
     def repeat(self, plan: StepPlan) -> Launched:
@@ -144,13 +152,18 @@ class Runner:
         assert self.decode is not None
         rest = sorted(set(range(len(plan.lanes))) - set(burst))
         result = StepResult([[]] * len(plan.lanes), [0] * len(plan.lanes), [0] * len(plan.lanes))
-        first = self._execute(plan.part(rest))()
+        first = self._launch_once(plan.part(rest))()
         for index, part in ((rest, first), (burst, self.decode.launch(plan.part(burst), self.num_scheduler_steps)())):
             for i, tokens, accepted in zip(index, part.tokens, part.num_accepted, strict=True):
                 result.tokens[i], result.num_accepted[i] = tokens, accepted
             result.logprobs |= {index[i]: rows for i, rows in part.logprobs.items()}
             result.prompt_logprobs |= {index[i]: rows for i, rows in part.prompt_logprobs.items()}
         return result
+
+    def _launch_once(self, plan: StepPlan) -> Callable[[], StepResult]:
+        if self.mixed is not None and self.mixed.fits(plan):
+            return self.mixed.launch(plan)
+        return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Run a plan in the shape that its rows have; call what it returns to wait for the result."""
@@ -162,7 +175,8 @@ class Runner:
         mixed = self.mixed if self.mixed is not None and self.mixed.takes(len(token_ids)) else None
         aux: Tensor | None
         if mixed is not None:
-            hidden, aux = mixed.target_states(token_ids, inputs.batch)
+            mixed.load(plan)
+            hidden, aux = mixed.target_states()
         else:
             aux_layer_ids = self.aux_layer_ids if drafting or keeping else ()
             hidden, aux = self.target.states_paged(
@@ -183,18 +197,14 @@ class Runner:
             self.late_rows.keep(inputs.batch.slot_mapping, aux)
             if plan.drafting is not None:
                 made_up = self.late_rows.make_up(plan)
-        if drafting:
+        num_rejected = inputs.num_drafts - num_accepted
+        if drafting and mixed is not None:
+            mixed.propose(next_token, num_rejected, num_drafts, next_position)
+        elif drafting:
             assert self.draft_pass is not None
             assert aux is not None
-            verified = Verified(
-                token_ids,
-                aux,
-                next_token,
-                inputs.num_drafts - num_accepted,
-                num_drafts,
-                inputs.takes_part,
-            )
-            drafts, num_drafts = (mixed or self.draft_pass).propose(inputs.batch, verified)
+            verified = Verified(token_ids, aux, next_token, num_rejected, num_drafts, inputs.takes_part)
+            drafts, num_drafts = self.draft_pass.propose(inputs.batch, verified)
             self.lanes.store_drafts(drafts, num_drafts, inputs.lane_offset, next_position)
         decided = torch.cat((tokens, num_accepted[:, None], num_drafts[:, None]), dim=1)
         if not packed:

@@ -75,6 +75,13 @@ def to_device(arrays: list[NDArray[np.generic]], device: torch.device) -> list[T
     return [moved[start : start + a.size].view(a.shape) for start, a in zip(starts.tolist(), arrays, strict=False)]
 
 
+def fill(buffer: Tensor, array: NDArray[np.generic]) -> None:
+    """Copy an array into the beginning of a contiguous buffer of its dtype, without waiting for a GPU."""
+    source = torch.empty(array.size, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+    source.numpy()[:] = array.ravel()
+    buffer.view(-1)[: array.size].copy_(source, non_blocking=True)
+
+
 def ragged(lengths: Ints) -> tuple[Ints, Ints, Ints]:
     """Lengths [R] -> starts [R+1], and for each of the sum(lengths) elements its request and its index there."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
@@ -83,24 +90,48 @@ def ragged(lengths: Ints) -> tuple[Ints, Ints, Ints]:
     return starts, owner, np.arange(starts[-1]) - starts[owner]
 
 
-def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int, device: torch.device) -> StepInputs:
-    """Lay out the rows of a plan. `lanes` must have been given the plan's setups and blocks."""
-    k = num_speculative_tokens
-    lane = np.array(plan.lanes, dtype=np.int64)
-    first = np.array(plan.starts, dtype=np.int64)
-    query_lens = np.array(plan.query_lens, dtype=np.int64)
-    num_drafts = np.array(plan.num_drafts, dtype=np.int64)
-    samples = np.array(plan.samples, dtype=np.bool_)
-    ends = first + query_lens
-    max_context = int(ends.max())
+@dataclass(slots=True)
+class PlanRows:
+    """The rows of a plan, on the host.
 
+    Per request [R]: lane, num_drafts, samples as in the plan, and ends, the position behind its last row. query_start
+    [R+1]: rows of request r are query_start[r]:query_start[r+1]. Per row [T]: owner (its request), positions, slots.
+    block_tables [R, what the step can touch].
+    """
+
+    lane: Ints
+    num_drafts: Ints
+    samples: NDArray[np.bool_]
+    ends: Ints
+    query_start: Ints
+    owner: Ints
+    positions: Ints
+    slots: Ints
+    block_tables: NDArray[np.int32]
+
+
+def plan_rows(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int) -> PlanRows:
+    """Lay out the rows of a plan. `lanes` must have been given the plan's setups and blocks."""
+    lane, first = np.array(plan.lanes, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
+    query_lens = np.array(plan.query_lens, dtype=np.int64)
+    ends = first + query_lens
     query_start, owner, within = ragged(query_lens)
     positions = first[owner] + within
     # the drafter's MTP slots lie up to K - 1 positions behind the target's rows
-    width = min(-(-(max_context + max(k - 1, 0)) // lanes.block_size), lanes.block_tables.shape[1])
-    block_tables = lanes.block_tables[lane, :width]
+    reached = int(ends.max()) + max(num_speculative_tokens - 1, 0)
+    block_tables = lanes.block_tables[lane, : min(-(-reached // lanes.block_size), lanes.block_tables.shape[1])]
     slots = block_tables[owner, positions // lanes.block_size].astype(np.int64)
     slots = slots * lanes.block_size + positions % lanes.block_size
+    num_drafts, samples = np.array(plan.num_drafts, dtype=np.int64), np.array(plan.samples, dtype=np.bool_)
+    return PlanRows(lane, num_drafts, samples, ends, query_start, owner, positions, slots, block_tables)
+
+
+def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int, device: torch.device) -> StepInputs:
+    """The tensors of a plan's step. `lanes` must have been given the plan's setups and blocks."""
+    k = num_speculative_tokens
+    rows_of = plan_rows(plan, lanes, k)
+    lane, num_drafts, samples, ends = rows_of.lane, rows_of.num_drafts, rows_of.samples, rows_of.ends
+    query_start, owner, positions = rows_of.query_start, rows_of.owner, rows_of.positions
 
     num_logits = np.where(samples, num_drafts + 1, 0)
     logit_start, logit_owner, logit_within = ragged(num_logits)
@@ -146,7 +177,7 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
     ) = to_device(
         [
             positions,
-            slots,
+            rows_of.slots,
             token_index,
             logit_rows,
             choice_index,
@@ -162,9 +193,13 @@ def build_step_inputs(plan: StepPlan, lanes: Lanes, num_speculative_tokens: int,
         ],
         device,
     )
-    tables, start32, context = to_device([block_tables, query_start.astype(np.int32), ends.astype(np.int32)], device)
+    tables, start32, context = to_device(
+        [rows_of.block_tables, query_start.astype(np.int32), ends.astype(np.int32)], device
+    )
     return StepInputs(
-        batch=PagedBatch(moved_positions, start32, context, tables, slot_mapping, int(query_lens.max()), max_context),
+        batch=PagedBatch(
+            moved_positions, start32, context, tables, slot_mapping, int(np.diff(query_start).max()), int(ends.max())
+        ),
         token_index=moved_token_index,
         logit_rows=moved_logit_rows,
         num_choices=num_choices,

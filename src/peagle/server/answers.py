@@ -76,7 +76,6 @@ class Answer:
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: Echo | None = None
-    stream_interval: int = 1
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -181,8 +180,8 @@ class Answer:
         return {"index": index, **content, "logprobs": None, "finish_reason": reason} | extras
 
     async def chunks(self, call: Call) -> AsyncIterator[dict[str, Any]]:
-        """The streamed response's chunks: for chat a role chunk a choice first, then text as it comes (stream_interval
-        tokens at a time), each choice's end, and the usage if it was asked for."""
+        """The streamed response's chunks: for chat a role chunk a choice first, then text as it comes, each choice's
+        end, and the usage if it was asked for."""
         chat = self.kind == "chat"
         pending = self._begin(call)
         begun = [False] * len(pending)
@@ -196,8 +195,7 @@ class Answer:
             choice = pending[index]
             choice.add(update)
             tokens[index] += len(update.token_ids)
-            waits = begun[index] and len(choice.token_ids) < self.stream_interval
-            if not update.finished and (waits or not choice.text):
+            if not update.finished and not choice.text:
                 continue
             extras = self._extras(choice) | {"logprobs": self._logprobs(choice)}
             if not chat and not begun[index]:

@@ -145,10 +145,10 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
             top_logprobs=wanted_logprobs(body),
             prompt_logprobs=echoed_logprobs(body) if body.prompt_logprobs is None else body.prompt_logprobs,
             echo=echo,
-            stream_interval=settings.stream_interval,
         )
+        interval = settings.stream_interval if body.stream else 0
         try:
-            call = await unless_disconnected(request.receive, engine_loop.submit(work, n))
+            call = await unless_disconnected(request.receive, engine_loop.submit(work, n, interval))
         except InputError as error:
             raise from_input_error(error, body) from error
         if body.stream:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Update:
-    """What one step added to the index-th choice of a call."""
+    """What one step or several added to the index-th choice of a call."""
 
     index: int
     text: str
@@ -48,18 +48,28 @@ class Job:
     call: Call
     group: Group
     times: Times = field(default_factory=Times)
+    stream_interval: int = 0
     request: Request | None = None
+    held: Update | None = None  # what steps added since the last update that was handed out
 
 
 class Call:
     """One HTTP request's choices while they run. Iterate over it for updates; `close` it in any case."""
 
-    def __init__(self, engine_loop: EngineLoop, prompts: Sequence[tuple[list[int], SamplingParams]], n: int) -> None:
-        """n: so many of the prompts in a row are one, which is answered n times."""
+    def __init__(
+        self,
+        engine_loop: EngineLoop,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        n: int,
+        stream_interval: int = 0,
+    ) -> None:
+        """n: so many of the prompts in a row are one, which is answered n times. stream_interval: an update comes with
+        the first tokens, then for so many at a time; 0: with the last alone."""
         name = uuid.uuid4().hex
         groups = [Group(n, n) for _ in range(len(prompts) // n)]
         self.jobs = [
-            Job(f"{name}-{i}", i, ids, params, self, groups[i // n]) for i, (ids, params) in enumerate(prompts)
+            Job(f"{name}-{i}", i, ids, params, self, groups[i // n], stream_interval=stream_interval)
+            for i, (ids, params) in enumerate(prompts)
         ]
         self.updates: asyncio.Queue[Update | ApiError] = asyncio.Queue()
         self._engine_loop = engine_loop

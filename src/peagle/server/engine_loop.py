@@ -104,13 +104,16 @@ class EngineLoop:
             self.metrics.rejected.inc()
             raise queue_full(len(self._open), self.capacity)
 
-    async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]], n: int = 1) -> Call:
-        """Enter all choices of a call, or none; n of them in a row are answers to one prompt.
+    async def submit(
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], n: int = 1, stream_interval: int = 1
+    ) -> Call:
+        """Enter all choices of a call, or none; n of them in a row are answers to one prompt. stream_interval: as
+        `Call` has it.
 
         Raises ApiError (429, 503), InputError from the engine's checks.
         """
         self.check_room(len(prompts))
-        call = Call(self, prompts, n)
+        call = Call(self, prompts, n, stream_interval)
         self._open |= {job.request_id: job for job in call.jobs}
         added: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._adding.add(added)
@@ -198,7 +201,9 @@ class EngineLoop:
         error: Exception | None = None
         for job in command.jobs:
             try:
-                job.request = self.engine.add_request(job.request_id, job.prompt_token_ids, job.params, True)
+                job.request = self.engine.add_request(
+                    job.request_id, job.prompt_token_ids, job.params, job.stream_interval
+                )
             except Exception as raised:
                 error = raised if isinstance(raised, InputError) else engine_failed(raised)
                 break
@@ -250,7 +255,10 @@ class EngineLoop:
             job = self._jobs[output.request_id]
             assert job.request is not None
             tokens += len(output.new_token_ids)
-            update = Update(job.index, output.new_text, output.new_token_ids, logprobs=output.new_logprobs)
+            update = job.held = job.held or Update(job.index, "", [])
+            update.token_ids += output.new_token_ids
+            if output.new_logprobs is not None:
+                update.logprobs = (update.logprobs or []) + output.new_logprobs
             if job.times.first_token is None:
                 update.prompt_logprobs = job.request.prompt_logprobs
                 prompt_tokens += job.request.num_prompt
@@ -262,7 +270,13 @@ class EngineLoop:
                 del self._jobs[output.request_id]
                 metrics.finished[output.finish_reason or "stop"].inc()
                 metrics.requests.ended(job.times, job.group, job.request)
+                update.text = output.new_text if output.new_text is not None else self.engine.text(job.request)
+            elif output.new_text is None:
+                continue
+            else:
+                update.text = output.new_text
             updates.append((job, update))
+            job.held = None
         metrics.generation_tokens.inc(tokens)
         if outputs:
             metrics.step_tokens.observe(prompt_tokens + tokens)
