@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import AsyncExitStack
+from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
 
 import httpx
 import typer
 
+from peagle.client.pool import ClientPool
 from peagle.client.stream import stream_chunks
 from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
@@ -70,7 +71,7 @@ async def ask(url: str, users: int, answers: int, tokens: int) -> None:
     """`users` at a time stream so many answers; prints the seconds."""
     left = answers
 
-    async def user(client: httpx.AsyncClient) -> None:
+    async def user() -> None:
         nonlocal left
         while left > 0:
             left -= 1
@@ -82,13 +83,13 @@ async def ask(url: str, users: int, answers: int, tokens: int) -> None:
                 "temperature": 0,
                 "ignore_eos": True,
             }
-            async for _ in stream_chunks(client, f"{url}/v1/completions", body):
-                pass
+            with clients.client() as client:
+                async for _ in stream_chunks(client, f"{url}/v1/completions", body):
+                    pass
 
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(httpx.AsyncClient(timeout=60.0)) for _ in range(users)]
+    async with aclosing(ClientPool(httpx.Timeout(60.0), {}, users)) as clients:
         began = time.perf_counter()
-        await asyncio.gather(*map(user, clients))
+        await asyncio.gather(*(user() for _ in range(users)))
         print(time.perf_counter() - began)
 
 

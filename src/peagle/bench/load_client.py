@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import httpx
 
 from peagle.bench.questions import Question, Questions
 from peagle.bench.records import Failure, Record, Run
+from peagle.client.pool import ClientPool
 from peagle.client.server_facts import key_headers
 from peagle.client.stream import StatusError, StreamError, stream_chunks
 
@@ -79,19 +80,9 @@ async def _run(
     run = Run([], 0.0)
     skipped_before, failed_in_a_row = questions.num_skipped, 0
     timeout = httpx.Timeout(endpoint.stall_timeout, connect=min(CONNECT_SECONDS, endpoint.stall_timeout), pool=None)
-    context = httpx.create_ssl_context(trust_env=False)
+    async with aclosing(ClientPool(timeout, endpoint.headers, concurrency)) as clients:
 
-    async with AsyncExitStack() as stack:
-        # a client a user: one for all looks through every connection whenever one is asked for or given back, which at
-        # 64 users took the load generator longer than a fast server
-        clients = [
-            await stack.enter_async_context(
-                httpx.AsyncClient(timeout=timeout, headers=endpoint.headers, trust_env=False, verify=context)
-            )
-            for _ in range(concurrency)
-        ]
-
-        async def user(client: httpx.AsyncClient) -> None:
+        async def user() -> None:
             nonlocal failed_in_a_row
             for conversation in waiting:
                 question: Question | None = questions.first(conversation)
@@ -101,7 +92,8 @@ async def _run(
                         record.failure, record.error = "not_sent", f"{failed_in_a_row} requests failed in a row"
                     else:
                         body = request_body(endpoint, question, questions.workload.output_len is not None, sampling)
-                        record = await _ask(client, endpoint, question, body, origin)
+                        with clients.client() as client:
+                            record = await _ask(client, endpoint, question, body, origin)
                         failed_in_a_row = 0 if record.failure is None else failed_in_a_row + 1
                     run.records.append(record)
                     if on_record is not None:
@@ -109,7 +101,7 @@ async def _run(
                     question = questions.after(question, record)
 
         origin = time.perf_counter()
-        await asyncio.gather(*map(user, clients))
+        await asyncio.gather(*(user() for _ in range(concurrency)))
         run.duration = time.perf_counter() - origin
     run.num_skipped = questions.num_skipped - skipped_before
     run.sort()

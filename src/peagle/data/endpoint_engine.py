@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from peagle.client.pool import ClientPool
 from peagle.client.server_facts import key_headers
 from peagle.client.stream import StatusError, StreamError
 from peagle.data.completions import (
@@ -75,12 +76,8 @@ class EndpointEngine:
         self._tasks: dict[str, asyncio.Task[EndpointOutput]] = {}
         # It runs while `step` waits; in between the kernel keeps what arrives.
         self._loop = asyncio.new_event_loop()
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(settings.stall_timeout, connect=CONNECT_SECONDS, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            headers=key_headers(settings.api_key),
-            trust_env=False,
-        )
+        timeout = httpx.Timeout(settings.stall_timeout, connect=CONNECT_SECONDS, pool=None)
+        self._clients = ClientPool(timeout, key_headers(settings.api_key))
 
     def probe(self, prompt: list[int], params: SamplingParams) -> None:
         """Ask once, to learn what the server takes and tells.
@@ -154,7 +151,7 @@ class EndpointEngine:
                 task.exception()  # looked at, or asyncio complains that nobody has
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.run_until_complete(self._client.aclose())
+        self._loop.run_until_complete(self._clients.aclose())
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
@@ -187,7 +184,8 @@ class EndpointEngine:
         while True:
             told = None
             try:
-                received = await receive(self._client, self._url, body, self._loop_limit)
+                with self._clients.client() as client:
+                    received = await receive(client, self._url, body, self._loop_limit)
                 if received.finish_reason not in ("stop", "length", "loop", "content_filter"):
                     raise StreamError(f"the answer ended with finish_reason {received.finish_reason!r}")
             except httpx.ReadTimeout:
