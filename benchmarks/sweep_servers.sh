@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Both engines over both heads, K and concurrency, on one GPU: all servers are started together, idle but for the one
+# that is asked, and `peagle bench` goes through them. This is how docs/h200-smollm2 was made.
+#
+# usage: benchmarks/sweep_servers.sh TARGET P_EAGLE_HEAD EAGLE3_HEAD PROMPTS_DIR OUTPUT
+#   TARGET: a folder, as vLLM reads it; PROMPTS_DIR: mt_bench.jsonl and HumanEval.jsonl.gz; OUTPUT: gets a folder a set
+#   PEAGLE, VLLM: commands (default: python3 -m peagle, vllm). Run it again to go on: what was measured is kept.
+set -euo pipefail
+target=$1 p_eagle=$2 eagle3=$3 prompts=$4 output=$5
+peagle=${PEAGLE:-python3 -m peagle} vllm=${VLLM:-vllm}
+mkdir -p "$output"
+pids=()
+trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT
+
+speculation() { # METHOD K
+  local head=$eagle3 parallel=
+  [ "$1" = p-eagle ] && head=$p_eagle parallel=',"parallel_drafting":true'
+  echo "{\"method\":\"eagle3\",\"model\":\"$head\",\"num_speculative_tokens\":$2$parallel}"
+}
+start() { # NAME PORT COMMAND..
+  local name=$1 port=$2
+  shift 2
+  "$@" --port "$port" --served-model-name target --dtype bfloat16 --max-model-len 2048 --max-num-seqs 64 \
+    --stream-interval 20 --no-enable-prefix-caching >"$output/server-$name.log" 2>&1 &
+  pids+=($!)
+}
+endpoints=()
+port=9000
+both() { # METHOD K
+  local flags=()
+  [ "$1" = none ] || flags=(--speculative-config "$(speculation "$1" "$2")")
+  # shellcheck disable=SC2086  # commands of several words
+  start "ours-$1-$2" "$port" $peagle serve "$target" --num-kv-blocks 9000 "${flags[@]}"
+  # shellcheck disable=SC2086
+  start "vllm-$1-$2" $((port + 1)) $vllm serve "$target" --kv-cache-memory-bytes 3500000000 --gpu-memory-utilization 0.5 \
+    --async-scheduling "${flags[@]}"
+  endpoints+=(--endpoint "http://localhost:$port,name=ours,method=$1,k=$2,model=target,api=completions")
+  endpoints+=(--endpoint "http://localhost:$((port + 1)),name=vllm,method=$1,k=$2,model=target,api=completions")
+  port=$((port + 2))
+}
+both none 0
+for k in 3 5 7; do both p-eagle "$k"; done
+for k in 3 5 7; do both eagle3 "$k"; done
+for ((p = 9000; p < port; p++)); do
+  for _ in $(seq 300); do curl -sf -o /dev/null "localhost:$p/health" && break; sleep 1; done
+  curl -sf -o /dev/null "localhost:$p/health" || { echo "port $p: no server (see $output/server-*.log)" >&2; exit 1; }
+done
+for set in mt_bench=mt_bench.jsonl humaneval=HumanEval.jsonl.gz; do
+  $peagle bench "$target" "${endpoints[@]}" --workload "${set%%=*}=$prompts/${set#*=}" --prompts-per-user 2 --k 3,5,7 \
+    --concurrency 1,2,4,8,16,32,64 --max-tokens 256 --max-model-len 2048 --dtype bfloat16 --output "$output/${set%%=*}"
+done
