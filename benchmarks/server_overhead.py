@@ -125,7 +125,7 @@ def main(
         for count in map(int, users.split(",")):
             command = [sys.executable, __file__, target, "--client-of", url, "--users", str(count)]
             command += ["--tokens", str(tokens), "--answers-a-user", str(answers_a_user)]
-            subprocess.run([*command[:-1], "1"], capture_output=True, check=True)  # warm-up
+            subprocess.run([*command[:-1], "1"], capture_output=True, text=True, check=True)  # warm-up
             before = engine.stats.num_steps
             seconds = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
             steps = engine.stats.num_steps - before
@@ -135,9 +135,16 @@ def main(
                 f"{count:4} users {rate:9.0f} tokens/s, {steps} steps of {1e3 * seconds / steps:.2f} ms "
                 f"(device {step_ms} ms)"
             )
-        server.should_exit = True
 
-    thread = threading.Thread(target=measure)
+    def measure_and_end() -> None:
+        try:
+            measure()
+        except subprocess.CalledProcessError as error:
+            print(error.stderr, file=sys.stderr)
+        finally:
+            server.should_exit = True
+
+    thread = threading.Thread(target=measure_and_end)
     thread.start()
     server.run(sockets=[sock])
     thread.join()

@@ -90,3 +90,13 @@ def test_special_tokens() -> None:
         detokenizer = Detokenizer(TOKENIZER, ids("p"), skip_special_tokens=skip)
         detokenizer.push(output)
         assert detokenizer.take(finished=True) == text
+
+
+@pytest.mark.parametrize("stride", [1, 3, 7, 20])
+def test_only_the_last_character_waits(stride: int) -> None:
+    """However many tokens come at once."""
+    detokenizer, tokens, sent = Detokenizer(TOKENIZER, ids("prompt")), ids(TEXT), ""
+    for end in range(stride, len(tokens), stride):
+        detokenizer.push(tokens[end - stride : end])
+        sent += detokenizer.take()
+        assert sent == TEXT.encode()[:end].decode(errors="ignore")

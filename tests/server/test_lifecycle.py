@@ -309,6 +309,37 @@ def test_stream_interval(start: Start, target: Target) -> None:
     assert streamed(server, max_tokens=10) == ["0", "1234", "5678", "9"]
 
 
+def test_text_stays_due_until_a_character_is_complete(start: Start, target: Target) -> None:
+    engine = tiny_engine(target, None)
+    assert engine.target.tokenizer is not None
+    tokens = list(engine.target.tokenizer("0🙂→é12345", add_special_tokens=False).input_ids)  # a token a byte
+    script(engine, tokens)
+    server = start(engine, stream_interval=2)
+    assert streamed(server, max_tokens=len(tokens)) == ["0", "🙂", "→", "é", "12", "34", "5"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_cannot_be_made_fails_its_step(
+    start: Start, target: Target, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Nobody waits for what will not come, and the server lives on."""
+
+    def broken(*_: object) -> str:
+        raise ValueError("no such token")
+
+    server = start(tiny_engine(target, None))
+    body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": stream}
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.engine.detokenizer.Detokenizer._decode", broken)
+        answer = server.post("/v1/completions", body)
+    if stream:
+        assert "no such token" in answer.text
+    else:
+        assert answer.status_code == 500
+    server.settle()
+    assert server.post("/v1/completions", body).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_synthetic_acceptance_is_unmistakable(start: Start, target: Target, stream: bool) -> None:
     settings = EngineConfig(max_num_seqs=2, max_model_len=128, num_kv_blocks=16)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 # decode the same token differently at the start of a text.
 CONTEXT_TOKENS = 5
 INCOMPLETE = "\ufffd"
+MOST_BYTES = 4
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:
@@ -63,16 +64,19 @@ class Detokenizer:
         """
         self._ids.extend(token_ids)
         known = self._decode(self._ids[self._prefix : self._read])
-        full = self._decode(self._ids[self._prefix :])
-        if len(full) > len(known) and not full.endswith(INCOMPLETE):
-            self._grow(full[len(known) :])
+        # a character has four bytes at most: where the last one is incomplete, what stands before it is text already
+        for end in range(len(self._ids), max(self._read, len(self._ids) - MOST_BYTES), -1):
+            full = self._decode(self._ids[self._prefix : end])
+            if len(full) > len(known) and not full.endswith(INCOMPLETE):
+                self._grow(full[len(known) :], end)
+                break
         return self._find_stop(may_stop)
 
     def finish(self) -> None:
         """No more tokens come: what was held back for being incomplete becomes text (as U+FFFD)."""
         if self.stopped_by is None and self._read < len(self._ids):
             known = self._decode(self._ids[self._prefix : self._read])
-            self._grow(self._decode(self._ids[self._prefix :])[len(known) :])
+            self._grow(self._decode(self._ids[self._prefix :])[len(known) :], len(self._ids))
 
     def take(self, finished: bool = False) -> str:
         """The text since the last `take` that no later token can change."""
@@ -83,9 +87,10 @@ class Detokenizer:
         self._sent = max(self._sent, end)
         return new
 
-    def _grow(self, new: str) -> None:
+    def _grow(self, new: str, end: int) -> None:
+        """Add the text of ids[_read:end]."""
         self.text += new
-        self._prefix, self._read = self._read, len(self._ids)
+        self._prefix, self._read = self._read, end
 
     def _find_stop(self, may_stop: bool) -> str | None:
         if not self.stop:

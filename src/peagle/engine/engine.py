@@ -312,6 +312,8 @@ class Engine:
             output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
         if request.stream_interval and request.is_due(len(tokens)):
             request.show()
-            output.new_text = "" if request.detokenizer is None else request.detokenizer.take(output.finished)
-            request.has_shown |= output.new_text != ""
+            text = "" if request.detokenizer is None else request.detokenizer.take(output.finished)
+            if text or output.finished or request.detokenizer is None:
+                output.new_text = text
+                request.told()
         return output

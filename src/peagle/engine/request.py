@@ -30,7 +30,7 @@ class Request:
     reports so far, None when not asked for. block_keys: of its full blocks, the first num_keyed_blocks of which are
     entered in the prefix cache; num_cached_tokens: how many came from there when it first ran, -1 before that.
     unshown: output tokens that the detokenizer has yet to be given. stream_interval: how many tokens are turned into
-    text at a time (0: all at the end); num_untold: those since the last time; has_shown: there was text already.
+    text at a time (0: none is told in steps); num_untold: those since the last time; has_shown: there was text already.
     """
 
     request_id: str
@@ -119,12 +119,13 @@ class Request:
             self.unshown = []
 
     def is_due(self, new: int) -> bool:
-        """Count new tokens; whether their text is to be told now."""
+        """Count new tokens; whether their text is to be told now. It stays due until there is some (`told`)."""
         self.num_untold += new
-        if self.has_shown and self.num_untold < self.stream_interval and self.status is not Status.FINISHED:
-            return False
-        self.num_untold = 0
-        return True
+        return not self.has_shown or self.num_untold >= self.stream_interval or self.status is Status.FINISHED
+
+    def told(self) -> None:
+        """Text has been told."""
+        self.has_shown, self.num_untold = True, 0
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         self.status = Status.FINISHED

@@ -61,7 +61,8 @@ class Runner:
         late_drafting: bool = False,
         confidence_threshold: float = 0.0,
     ) -> None:
-        """max_captured_rows: the most target rows of a batch that only decodes and runs in fixed shapes;
+        """max_captured_rows: the most target rows of a batch that only decodes and runs in fixed shapes, and of logits
+        that are verified in one;
         max_mixed_rows: of another whose passes do; 0: none does. synthetic_rates: SpeculativeConfig's, for benchmarks.
         cache_dtype: of keys and values; None: the target's. late_drafting: plans may put the drafter's rows off.
         confidence_threshold: SpeculativeConfig's."""

@@ -250,6 +250,7 @@ class EngineLoop:
                     metrics.requests.scheduled(job.times, began)
             self._unscheduled = still
         updates: list[tuple[Job, Update | ApiError]] = []
+        ended: list[Job] = []  # stay with `_drop_all` until all is done that can fail
         prompt_tokens = tokens = 0
         for output in outputs:
             job = self._jobs[output.request_id]
@@ -258,7 +259,9 @@ class EngineLoop:
             update = job.held = job.held or Update(job.index, "", [])
             update.token_ids += output.new_token_ids
             if output.new_logprobs is not None:
-                update.logprobs = (update.logprobs or []) + output.new_logprobs
+                if update.logprobs is None:
+                    update.logprobs = []
+                update.logprobs += output.new_logprobs
             if job.times.first_token is None:
                 update.prompt_logprobs = job.request.prompt_logprobs
                 prompt_tokens += job.request.num_prompt
@@ -267,16 +270,19 @@ class EngineLoop:
             if output.finished:
                 update.finish_reason, update.stop_reason = output.finish_reason, output.stop_reason
                 update.metrics = job.request.metrics
-                del self._jobs[output.request_id]
-                metrics.finished[output.finish_reason or "stop"].inc()
-                metrics.requests.ended(job.times, job.group, job.request)
                 update.text = output.new_text if output.new_text is not None else self.engine.text(job.request)
+                ended.append(job)
             elif output.new_text is None:
                 continue
             else:
                 update.text = output.new_text
             updates.append((job, update))
             job.held = None
+        for job in ended:
+            assert job.request is not None
+            del self._jobs[job.request_id]
+            metrics.finished[job.request.finish_reason or "stop"].inc()
+            metrics.requests.ended(job.times, job.group, job.request)
         metrics.generation_tokens.inc(tokens)
         if outputs:
             metrics.step_tokens.observe(prompt_tokens + tokens)
