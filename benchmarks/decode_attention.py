@@ -20,7 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_attention_case import MODELS, Case, Form, check, configured, general, make_case, timed, torch_flash
+from decode_attention_case import (
+    MODELS,
+    Case,
+    Form,
+    check,
+    configured,
+    flash_attention_3,
+    general,
+    make_case,
+    timed,
+    torch_flash,
+)
 from engine_step import bandwidth
 
 from peagle.bench.json_file import check_writable, write_json
@@ -34,6 +45,7 @@ SHAPES = {
     "smollm2": "64x8,8x8,1x8",
 }
 COMPILERS, MOST_SHOWN = 14, 10
+OTHERS = {"general", "torch flash", "FA3"}  # beside the configurations
 
 # by rows of a tile: (block_n, num_warps, num_stages, keys_first)
 FORMS: dict[int, list[tuple[int, int, int, bool]]] = {
@@ -100,12 +112,13 @@ def measure(case: Case, config: DecodeConfig | None, form: Form) -> dict[str, An
 def line(result: dict[str, Any], median: dict[str, float]) -> list[str]:
     """A row of the table: the general kernel and the best configuration of a shape."""
     floor, nan = result["floor_us"], float("nan")
-    best = min(median.keys() - {"general", "torch flash"}, key=lambda key: median[key])
+    best = min(median.keys() - OTHERS, key=lambda key: median[key])
     old, new, us = median.get("general", nan), median[best], result["forms"][best]["us"]
     numbers = (f"{floor:.1f}", f"{old:.1f}", f"{old / floor:.2f}", f"{new:.1f}", f"{min(us):.1f}..{max(us):.1f}",
                f"{result['bytes'] / new / 1e3:.0f}", f"{new / floor:.2f}")  # fmt: skip
     shape = f"{result['requests']}x{result['rows']}"
-    return [result["model"], shape, *numbers, best, f"{median.get('torch flash', nan):.1f}"]
+    return [result["model"], shape, *numbers, best, f"{median.get('torch flash', nan):.1f}",
+            f"{median.get('FA3', nan):.1f}"]  # fmt: skip
 
 
 def best_table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,7 +134,7 @@ def best_table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {key: statistics.median(x["us"]) / result["floor_us"] for key, x in result["forms"].items() if "us" in x}
             for result in members
         ]
-        common = [key for key in ratios[0] if key != "torch flash" and all(key in ratio for ratio in ratios)]
+        common = [key for key in ratios[0] if key not in OTHERS - {"general"} and all(key in ratio for ratio in ratios)]
         if common:
             best = min(common, key=lambda key: sum(ratio[key] for ratio in ratios))
             config = members[0]["forms"][best]["config"]
@@ -153,10 +166,12 @@ def main() -> None:
     print(f"{machine_line(facts)}\nread bandwidth {speed / 1e9:.0f} GB/s; compiled in {compiled:.0f} s")
     results, skipped = [], 0
     table = [["model", "shape", "floor us", "general", "ratio", "best", "min..max", "GB/s", "ratio", "configuration",
-              "torch flash"]]  # fmt: skip
+              "torch flash", "FA3"]]  # fmt: skip
     for model, requests, rows in shapes:
         case = make_case(model, requests, rows)
         forms = {"general": measure(case, None, general(case)), "torch flash": measure(case, None, torch_flash(case))}
+        if (third := flash_attention_3(case)) is not None:
+            forms["FA3"] = measure(case, None, third)
         for config in candidates(requests, rows, *case.heads[:2]):
             if time.perf_counter() - begin > args.seconds:
                 skipped += 1
@@ -171,7 +186,7 @@ def main() -> None:
         for key, x in forms.items():
             if "failed" in x:
                 print(f"  {key} left out: {x['failed'][:120]}")
-        if median.keys() - {"general", "torch flash"}:
+        if median.keys() - OTHERS:
             table.append(line(results[-1], median))
     print("\nus a layer; a configuration is block_n (k: keys first) / warps / stages / splits (e: early join)")
     print(align(table, left=2))

@@ -101,6 +101,24 @@ def torch_flash(case: Case) -> Form:
     return run
 
 
+def flash_attention_3(case: Case) -> Form | None:
+    """FlashAttention 3 over the same pages, lengths on the device: vLLM's build, None where vLLM is not installed."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    batch = case.batch
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_varlen_func(
+            q.contiguous(), k, v, max_seqlen_q=case.rows, cu_seqlens_q=batch.query_start, max_seqlen_k=MAX_MODEL_LEN,
+            seqused_k=batch.context_lens, block_table=batch.block_tables, softmax_scale=case.scale, causal=True,
+            fa_version=3,
+        )  # fmt: skip
+
+    return run
+
+
 def check(case: Case, form: Form) -> float:
     """Relative error against the PyTorch form in float32; NaN where an output was not written."""
     q, (k, v) = case.queries(), case.caches[-1]

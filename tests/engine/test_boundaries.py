@@ -37,7 +37,7 @@ def check_counts(engine: Engine, request: Request, outputs: Any, expected: list[
     # one token of each step is the target's own, unless the end fell among the accepted drafts
     accepted = sum(sum(output.accepted_mask) for output in outputs)
     assert request.metrics.num_accepted_tokens == accepted == sum(request.metrics.accepted_per_pos)
-    assert engine.text(request) == text == "".join(output.new_text for output in outputs)
+    assert engine.text(request) == text == "".join(output.new_text or "" for output in outputs)
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
