@@ -72,6 +72,26 @@ def test_equals_pytorch(splits: int, weight_first: bool, rows: int, bias: bool, 
     assert_equals_pytorch(weights, tensors, batch, chain)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_rounds_where_unchained_layers_round(splits: int) -> None:
+    """In 16 bits nearly every number is the same, however the depth is split: attention's product is rounded before it
+    is added, the MLP's is not."""
+    weights, tensors, _ = make_case(14, False, False)
+    small = torch.bfloat16 if CUDA else torch.float16  # the interpreter multiplies no bf16
+    half = lambda x: x.to(small)  # noqa: E731
+    weights = replace(weights, **{name: half(getattr(weights, name)) for name in ("o", "gate_up", "down", "post_norm")})
+    attended, residual, norm = half(tensors[0]), half(tensors[1]), half(tensors[4])
+    config = Config(32, 32, 2, splits, False, 1 << 11)
+    chain = Chain({("plain", *w.shape): config for w in (weights.o, weights.down)}, CUDA)
+    chain.configs["gated", *weights.gate_up.shape] = config._replace(splits=1)  # type: ignore[index]
+    hidden, normed = chained_layer.finish_layer_chained(attended, residual, weights, norm, chain)
+    added = F.linear(attended.float(), weights.o.float()).to(small) + residual
+    gated = silu_and_mul_torch(F.linear(F.rms_norm(added, (HIDDEN,), weights.post_norm, weights.eps), weights.gate_up))
+    total = (F.linear(gated.float(), weights.down.float()) + added.float()).to(small)
+    assert (hidden != total).float().mean() < 0.02
+    assert (normed != F.rms_norm(total, (HIDDEN,), norm, weights.eps)).float().mean() < 0.05
+
+
 @pytest.mark.parametrize("name", ["defaults", *chain_tuning.CANDIDATES])
 def test_candidates_equal_pytorch(name: str) -> None:
     """Those measured for a Llama-8B's products, each in its place, and those for products of any shape."""

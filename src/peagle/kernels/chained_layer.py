@@ -48,14 +48,21 @@ class Chain:
         return self.configs.get((mode, *weight.shape), self.defaults[mode])
 
     def product(
-        self, mode: Mode, x: Tensor, weight: Weight, bias: Tensor | None = None, following: Weight | None = None
+        self,
+        mode: Mode,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        following: Weight | None = None,
+        in_parts: bool = False,
     ) -> Tensor:
-        """As `skinny`: [M, N] in x's dtype, or [S, M, N] float32 where the configuration splits the depth."""
+        """As `skinny`: [M, N] in x's dtype, or [S, M, N] float32 where the configuration splits the depth, or with
+        `in_parts`, where there may be one part."""
         assert isinstance(weight, Tensor)  # on a GPU all are
         assert not isinstance(following, nn.Module)
         config = self.config(mode, weight)
         width = len(weight) // 2 if mode == "gated" else len(weight)
-        if config.splits == 1:
+        if config.splits == 1 and not in_parts:
             out = x.new_empty(len(x), width)
         else:
             out = torch.empty((config.splits, len(x), width), dtype=torch.float32, device=x.device)
@@ -114,6 +121,8 @@ def finish_layer_chained(
     early = chain.is_early
     # attention takes longer than reading the weight that is to follow it
     out = chain.product("plain", attended, weights.o, weights.o_bias, weights.gate_up)
-    hidden, normed = add_rms_norm_triton(out, residual, weights.post_norm, weights.eps, early)
-    out = chain.product("plain", chain.product("gated", normed, weights.gate_up), weights.down)
+    # Rounded where unchained layers round, so that how many rows a step has changes as few numbers as can be:
+    # attention's product before it is added, the MLP's only with the sum.
+    hidden, normed = add_rms_norm_triton(out, residual, weights.post_norm, weights.eps, early, rounds_parts=True)
+    out = chain.product("plain", chain.product("gated", normed, weights.gate_up), weights.down, in_parts=True)
     return add_rms_norm_triton(out, hidden, next_norm, weights.eps, early)

@@ -114,7 +114,7 @@ def rope_and_write_triton(
 def _add_rms_norm_kernel(
     sum_ptr, out_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, part_stride, residual_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IS_CHAINED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ROUNDS_PARTS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -126,6 +126,8 @@ def _add_rms_norm_kernel(
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + part * part_stride + row * x_stride + column, mask=inside, other=0.0)
+    if ROUNDS_PARTS:  # where one product would be
+        x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
         x = x.to(sum_ptr.dtype.element_ty)  # the norm is that of the sum as it is kept
@@ -136,16 +138,18 @@ def _add_rms_norm_kernel(
 
 
 def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_chained: bool = False
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_chained: bool = False, rounds_parts: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """As `add_rms_norm`, in one launch. x may also come as [S, T, H] float32, whose sum over S is added."""
+    """As `add_rms_norm`, in one launch. x may also come as [S, T, H] float32, whose sum over S is added, rounded to the
+    residual's dtype before if `rounds_parts`."""
     rows, width = residual.shape
     total, out = (torch.empty((rows, width), dtype=residual.dtype, device=x.device) for _ in range(2))
     block = triton.next_power_of_2(width)
     _add_rms_norm_kernel[(rows,)](
         total, out, x, residual, weight, x.stride(-2), rows * width, residual.stride(0), eps,
         WIDTH=width, BLOCK=block, PARTS=len(x) if x.dim() == 3 else 1, IS_CHAINED=is_chained,
-        HAS_RESIDUAL=True, num_warps=min(16, max(1, block // (256 if is_chained else 512))), **early_launch(is_chained),
+        HAS_RESIDUAL=True, ROUNDS_PARTS=rounds_parts and x.dim() == 3,
+        num_warps=min(16, max(1, block // (256 if is_chained else 512))), **early_launch(is_chained),
     )  # fmt: skip
     return total, out
 
@@ -160,7 +164,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = triton.next_power_of_2(width)
     _add_rms_norm_kernel[(len(rows),)](
         out, out, rows, rows, weight, rows.stride(0), 0, 0, eps, WIDTH=width, BLOCK=block, PARTS=1, IS_CHAINED=False,
-        HAS_RESIDUAL=False, num_warps=min(16, max(1, block // 256)),
+        HAS_RESIDUAL=False, ROUNDS_PARTS=False, num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
     return out.view(x.shape)
 
