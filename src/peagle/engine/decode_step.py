@@ -135,8 +135,7 @@ class DecodeStep:
         def wait() -> StepResult:
             steps = [fetch()[: len(lane)] for fetch in fetched]
             if num_steps == 1:
-                rows = steps[0].tolist()
-                return StepResult([row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows])
+                return StepResult.from_rows(steps[0].tolist())
             tokens = np.concatenate([step[:, :1] for step in steps], axis=1).tolist()
             return StepResult(tokens, [num_steps - 1] * len(lane), [0] * len(lane))
 

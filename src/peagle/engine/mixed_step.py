@@ -123,12 +123,7 @@ class MixedStep:
         if self.draft_pass is not None and self.lanes.max_drafts[lane].any():
             self._run_drafter()
         fetch = fetch_later(self.result[: len(lane)])
-
-        def wait() -> StepResult:
-            rows = fetch().tolist()
-            return StepResult([row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows])
-
-        return wait
+        return lambda: StepResult.from_rows(fetch().tolist())
 
     def load(self, plan: StepPlan) -> None:
         """Bring a plan's rows to the device."""

@@ -105,3 +105,9 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     make_up_seconds: float = 0.0
+
+    @classmethod
+    def from_rows(cls, rows: list[list[int]]) -> StepResult:
+        """From a request's numbers as the device leaves them: its tokens, how many were accepted, how many drafts
+        stand."""
+        return cls([row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows])

@@ -62,8 +62,8 @@ class Runner:
         confidence_threshold: float = 0.0,
     ) -> None:
         """max_captured_rows: the most target rows of a batch that only decodes and runs in fixed shapes, and of logits
-        that are verified in one;
-        max_mixed_rows: of another whose passes do; 0: none does. synthetic_rates: SpeculativeConfig's, for benchmarks.
+        that are verified in one; max_mixed_rows: of another whose passes do; 0: none does. synthetic_rates:
+        SpeculativeConfig's, for benchmarks.
         cache_dtype: of keys and values; None: the target's. late_drafting: plans may put the drafter's rows off.
         confidence_threshold: SpeculativeConfig's."""
         self.target = target
@@ -232,8 +232,9 @@ class Runner:
 
     @staticmethod
     def _result(rows: list[list[int]], make_up_seconds: float) -> StepResult:
-        decided = [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
-        return StepResult(*decided, make_up_seconds=make_up_seconds)
+        result = StepResult.from_rows(rows)
+        result.make_up_seconds = make_up_seconds
+        return result
 
     def _verify(
         self, logits: Tensor | None, token_ids: Tensor, inputs: StepInputs, packed: list[Tensor]

@@ -48,7 +48,7 @@ class Job:
     call: Call
     group: Group
     times: Times = field(default_factory=Times)
-    stream_interval: int = 0
+    stream_interval: int = 1
     request: Request | None = None
     held: Update | None = None  # what steps added since the last update that was handed out
 
@@ -61,7 +61,7 @@ class Call:
         engine_loop: EngineLoop,
         prompts: Sequence[tuple[list[int], SamplingParams]],
         n: int,
-        stream_interval: int = 0,
+        stream_interval: int,
     ) -> None:
         """n: so many of the prompts in a row are one, which is answered n times. stream_interval: an update comes with
         the first tokens, then for so many at a time; 0: with the last alone."""
