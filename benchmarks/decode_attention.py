@@ -1,11 +1,13 @@
-"""Attention of a decoding step over a ragged paged cache: every configuration of our kernel beside the general one.
+"""Attention of a decoding step over a ragged paged cache: configurations of our kernel beside other libraries.
 
     python benchmarks/decode_attention.py [--models llama-8b] [--shapes 64x8,8x8] [--seconds 70] [--json out.json]
+    python benchmarks/decode_attention.py --chosen     # only the configuration that the engine would take
 
-Needs a GPU. A shape is REQUESTS x ROWS a request, contexts are drawn from 500..1100. Each configuration is first
-compared with the PyTorch form in float32, on fresh queries and over memory full of NaN, then timed as a replayed CUDA
-graph over as many layers' caches as keep them out of L2. The floor is reading keys, values and queries and writing the
-outputs once at the bandwidth measured in the same run. The configurations to use go into `kernels/attention_table.py`.
+Needs a GPU; FlashAttention 3 and FlashInfer are left out where vLLM and flashinfer are not installed. A shape is
+REQUESTS x ROWS a request, contexts are drawn from 500..1100. Each form is first compared with the PyTorch form in
+float32, on fresh queries and over memory full of NaN, then timed as a replayed CUDA graph over as many layers' caches
+as keep them out of L2. The floor is reading keys, values and queries and writing the outputs once at the bandwidth
+measured in the same run. The configurations to use go into `kernels/attention_table.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import argparse
 import multiprocessing
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +29,13 @@ from decode_attention_case import (
     Case,
     Form,
     check,
+    chosen,
     configured,
-    flash_attention_3,
     general,
     make_case,
     timed,
-    torch_flash,
 )
+from decode_attention_peers import PEERS
 from engine_step import bandwidth
 
 from peagle.bench.json_file import check_writable, write_json
@@ -45,7 +49,7 @@ SHAPES = {
     "smollm2": "64x8,8x8,1x8",
 }
 COMPILERS, MOST_SHOWN = 14, 10
-OTHERS = {"general", "torch flash", "FA3"}  # beside the configurations
+OTHERS = {"general", *PEERS}  # beside the configurations
 
 # by rows of a tile: (block_n, num_warps, num_stages, keys_first)
 FORMS: dict[int, list[tuple[int, int, int, bool]]] = {
@@ -83,6 +87,13 @@ def compile_one(job: tuple[str, int, int, DecodeConfig | None]) -> None:
         return
 
 
+def to_time(case: Case, only_chosen: bool) -> list[DecodeConfig]:
+    if not only_chosen:
+        return candidates(len(case.contexts), case.rows, *case.heads[:2])
+    config = chosen(case)
+    return [] if config is None else [config]
+
+
 def compile_all(shapes: list[tuple[str, int, int]]) -> None:
     jobs: dict[Any, tuple[str, int, int, DecodeConfig | None]] = {}
     for model, requests, rows in shapes:
@@ -97,10 +108,12 @@ def compile_all(shapes: list[tuple[str, int, int]]) -> None:
         list(pool.map(compile_one, jobs.values(), chunksize=1))
 
 
-def measure(case: Case, config: DecodeConfig | None, form: Form) -> dict[str, Any]:
+def measure(case: Case, config: DecodeConfig | None, make: Callable[[], Form | None]) -> dict[str, Any]:
     """error, us (all rounds); or why there is no time."""
     found: dict[str, Any] = {"config": None if config is None else asdict(config)}
     try:
+        if (form := make()) is None:
+            return found | {"failed": "not installed"}
         found["error"] = check(case, form)
         if not found["error"] < 1e-2:
             return found | {"failed": f"relative error {found['error']:.2g}"}
@@ -117,8 +130,7 @@ def line(result: dict[str, Any], median: dict[str, float]) -> list[str]:
     numbers = (f"{floor:.1f}", f"{old:.1f}", f"{old / floor:.2f}", f"{new:.1f}", f"{min(us):.1f}..{max(us):.1f}",
                f"{result['bytes'] / new / 1e3:.0f}", f"{new / floor:.2f}")  # fmt: skip
     shape = f"{result['requests']}x{result['rows']}"
-    return [result["model"], shape, *numbers, best, f"{median.get('torch flash', nan):.1f}",
-            f"{median.get('FA3', nan):.1f}"]  # fmt: skip
+    return [result["model"], shape, *numbers, best, *(f"{median.get(peer, nan):.1f}" for peer in PEERS)]
 
 
 def best_table(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama-8b,smollm2")
     parser.add_argument("--shapes", default=None, help="REQUESTSxROWS, by commas; default: some of each model's.")
+    parser.add_argument("--chosen", action="store_true", help="Of our configurations only the one the engine takes.")
     parser.add_argument("--seconds", type=float, default=70, help="Start no further configuration after this.")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
@@ -159,24 +172,25 @@ def main() -> None:
         for shape in (args.shapes or SHAPES[model]).split(","):
             requests, rows = map(int, shape.split("x"))
             shapes.append((model, requests, rows))
-    compile_all(shapes)
+    if not args.chosen:
+        compile_all(shapes)
     compiled = time.perf_counter() - begin
     device = torch.device("cuda")
     facts, speed = machine_facts(device, torch.bfloat16), bandwidth(device)
     print(f"{machine_line(facts)}\nread bandwidth {speed / 1e9:.0f} GB/s; compiled in {compiled:.0f} s")
     results, skipped = [], 0
     table = [["model", "shape", "floor us", "general", "ratio", "best", "min..max", "GB/s", "ratio", "configuration",
-              "torch flash", "FA3"]]  # fmt: skip
+              *PEERS]]  # fmt: skip
     for model, requests, rows in shapes:
         case = make_case(model, requests, rows)
-        forms = {"general": measure(case, None, general(case)), "torch flash": measure(case, None, torch_flash(case))}
-        if (third := flash_attention_3(case)) is not None:
-            forms["FA3"] = measure(case, None, third)
-        for config in candidates(requests, rows, *case.heads[:2]):
-            if time.perf_counter() - begin > args.seconds:
+        forms = {"general": measure(case, None, partial(general, case))}
+        for peer, make in PEERS.items():
+            forms[peer] = measure(case, None, partial(make, case))
+        for config in to_time(case, args.chosen):
+            if not args.chosen and time.perf_counter() - begin > args.seconds:
                 skipped += 1
                 continue
-            forms[name(config)] = measure(case, config, configured(case, config))
+            forms[name(config)] = measure(case, config, partial(configured, case, config))
         results.append({"model": model, "requests": requests, "rows": rows, "contexts": case.contexts,
                         "bytes": case.num_bytes, "floor_us": case.num_bytes / speed * 1e6, "forms": forms})  # fmt: skip
         del case

@@ -1,4 +1,4 @@
-"""What benchmarks/decode_attention.py measures on: a ragged batch over paged caches, how it is checked and timed."""
+"""What benchmarks/decode_attention.py measures on: a ragged batch over paged caches, our kernels, checks and times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from graph_timing import replay_times
 from torch import Tensor
 
-from peagle.kernels.attention_table import DecodeConfig
+from peagle.kernels.attention_table import DecodeConfig, choose_config
 from peagle.kernels.decode_attention import decode_attention_triton
 from peagle.kernels.paged_attention import choose_splits, paged_attention_triton
 from peagle.target.paged_attention import PagedBatch, paged_attention
@@ -76,47 +76,14 @@ def general(case: Case) -> Form:
     return lambda q, k, v: paged_attention_triton(q, k, v, case.batch, case.scale, num_splits=splits)
 
 
+def chosen(case: Case) -> DecodeConfig | None:
+    """What the engine's table takes for this batch."""
+    heads, kv_heads, dim = case.heads
+    return choose_config(len(case.contexts), case.rows, kv_heads, heads // kv_heads, dim, 2)
+
+
 def configured(case: Case, config: DecodeConfig) -> Form:
     return lambda q, k, v: decode_attention_triton(q, k, v, case.batch, case.scale, config)
-
-
-def torch_flash(case: Case) -> Form:
-    """FlashAttention as PyTorch brings it: its pages hold 256 positions or more, so it gets contiguous keys."""
-    starts = torch.tensor([0, *case.contexts]).cumsum(0).int().to("cuda")
-    contiguous: dict[int, list[Tensor]] = {}
-    for pair in case.caches:
-        contiguous[pair[0].data_ptr()] = [
-            torch.cat([cache[t[: -(-n // PAGE)].long()].flatten(0, 1)[:n]
-                       for t, n in zip(case.batch.block_tables, case.contexts, strict=True)])
-            for cache in pair
-        ]  # fmt: skip
-
-    def run(q: Tensor, k: Tensor, _v: Tensor) -> Tensor:
-        keys, values = contiguous[k.data_ptr()]
-        return torch.ops.aten._flash_attention_forward(
-            q, keys, values, case.batch.query_start, starts, case.rows, max(case.contexts), 0.0, True, False,
-            scale=case.scale,
-        )[0]  # fmt: skip
-
-    return run
-
-
-def flash_attention_3(case: Case) -> Form | None:
-    """FlashAttention 3 over the same pages, lengths on the device: vLLM's build, None where vLLM is not installed."""
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    batch = case.batch
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_varlen_func(
-            q.contiguous(), k, v, max_seqlen_q=case.rows, cu_seqlens_q=batch.query_start, max_seqlen_k=MAX_MODEL_LEN,
-            seqused_k=batch.context_lens, block_table=batch.block_tables, softmax_scale=case.scale, causal=True,
-            fa_version=3,
-        )  # fmt: skip
-
-    return run
 
 
 def check(case: Case, form: Form) -> float:

@@ -137,3 +137,25 @@ def test_listed_batches_run_it(monkeypatch):
     monkeypatch.setattr("peagle.kernels.paged_attention.choose_config", chosen)
     torch.testing.assert_close(paged_attention_triton(q, k, v, batch, 0.2), general, rtol=5e-3, atol=5e-3)
     assert seen == [(4, 8, 2, 3, 32, 2)]
+
+
+def test_a_single_requests_rows_share_a_form():
+    """Rows of 64-wide heads are summed alike whether a request verifies one row or as many as a tile of 32 holds."""
+    assert choose_config(1, 1, 3, 3, 64, 2) == choose_config(1, 10, 3, 3, 64, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("context", [17, 130, 700, 2000])
+def test_a_row_is_the_same_alone_and_among_drafts(context):
+    """Bit for bit in bfloat16: how keys lie over warps decides in which order they are added up."""
+    q, k, v, batch = ragged(5, (9, 3), 64, query_lens=(10,), histories=(context,))
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    whole = decode_attention_triton(q, k, v, batch, 0.125, choose_config(1, 10, 3, 3, 64, 2))
+    for row in (0, 4, 9):
+        start = torch.tensor([0, 1], device=DEVICE, dtype=torch.int32)
+        length = torch.tensor([context + row + 1], device=DEVICE, dtype=torch.int32)
+        slots = batch.slot_mapping[row : row + 1]
+        one = PagedBatch(batch.positions[row : row + 1], start, length, batch.block_tables, slots, 1, context + row + 1)
+        alone = decode_attention_triton(q[row : row + 1], k, v, one, 0.125, choose_config(1, 1, 3, 3, 64, 2))
+        assert torch.equal(alone[0], whole[row])
