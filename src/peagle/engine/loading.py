@@ -26,6 +26,7 @@ from peagle.kernels.half_linear import HalfLinear, fits_half, half_product, halv
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
 from peagle.target.fused import can_fuse, fuse_decoder_layers, join_layers
+from peagle.target.fused_experts import fuse_experts
 from peagle.target.head_fit import check_by_config
 from peagle.target.loading import load_target
 from peagle.target.model import Target
@@ -36,11 +37,12 @@ logger = logging.getLogger(__name__)
 def prepare_for_inference(target: Target) -> None:
     """Replace modules of the target by faster ones that compute the same; calling it again changes nothing.
 
-    On a CPU in float32 the linears get packed weights, in float16 where that holds them exactly, and drop their own:
-    such a target cannot be saved or trained.
+    On a CPU in float32 the linears get packed weights, in float16 where that holds them exactly, and drop their own; on
+    a GPU mixtures of experts do, with MXFP4 where that holds them. Such a target cannot be saved or trained.
     """
     fuse_rms_norms(target.model)
     if target.device.type == "cuda":
+        fuse_experts(target.model)
         fuse_decoder_layers(target)
     if target.device.type == "cpu" and target.dtype == torch.float32:
         keep = (target.model.get_output_embeddings(),)

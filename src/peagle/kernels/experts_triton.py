@@ -97,7 +97,8 @@ def _product_kernel(
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, SCALE_STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
     IS_GATED: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_MXFP4: tl.constexpr,
-    WEIGHT_FIRST: tl.constexpr, IS_ONE_TOKEN: tl.constexpr, IN_PTX: tl.constexpr, IS_WIDENED: tl.constexpr, IS_CHAINED: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr, IS_ONE_TOKEN: tl.constexpr, IN_PTX: tl.constexpr, IS_WIDENED: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     # WIDTH: of the output. Gated: rows of x are tokens, rows of the output places in the order by experts. Otherwise
     # rows of x are places, rows of the output pairs; of several splits each writes its part of the sum, in float32.

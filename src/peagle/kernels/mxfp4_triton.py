@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Four bytes ($4) of a block, each with two numbers, and their scale as bfloat16s ($5, $6, two in each): the bfloat16s of
-# the low halves ($0, $1) and of the high ones ($2, $3). In a bfloat16 e2m1's sign is bit 15 and its other bits are 8 to
-# 6, the lowest of the exponent and the highest of the fraction; what the exponent then lacks, 126, is in the scale, and
-# denormals come out right because multiplying keeps them. prmt puts each byte twice into 16 bits, so that every bit is
-# where a shift within them finds it. The product is a fused one with -0, which every card since capability 8.0 has.
+# Four bytes ($4) of a block, each with two numbers, and their scale as bfloat16s ($5, $6, two in each) become the
+# bfloat16s of the low halves ($0, $1) and of the high ones ($2, $3). In a bfloat16 e2m1's sign is bit 15 and its other
+# bits are 8 to 6, the lowest of the exponent and the highest of the fraction; what the exponent then lacks, 126, is in
+# the scale, and denormals come out right because multiplying keeps them. prmt puts each byte twice into 16 bits, so
+# that a shift brings every bit to its place. The product is a fused one with -0: that came with capability 8.0.
 _UNPACK = tl.constexpr("""
 {
     .reg .b32 t, a, b, zero, l0, l1, h0, h1;
@@ -48,7 +48,7 @@ _UNPACK = tl.constexpr("""
 
 @triton.jit
 def unpack_in_ptx(packed, scale):
-    """packed [..., 16] uint8 and scale [..., 1], an integer within `mxfp4`'s limits -> the numbers in the low and in the
+    """packed [..., 16] uint8 and scale [..., 1], integers within `mxfp4`'s limits -> the numbers in the low and in the
     high halves of the bytes, [..., 16] bfloat16 each."""
     # 2^(scale - 127), and 2^126 for the exponent's bias
     factor = ((scale.to(tl.int32) + 126) << 7).to(tl.int16)
