@@ -8,7 +8,7 @@ An arm is plain or KIND:LAYERS:K:LENGTH, LENGTH being the acceptance length; EAG
 from the whole vocabulary. Every arm answers the same prompts (--prompt-tokens random tokens) with --output-tokens
 tokens each, prefill included: what a stock vLLM script of the same shape measures, so that its tokens/s can stand
 beside these when both ran on one card (acceptance from its `rejection_sample_method: "synthetic"`). gpt-oss has bf16
-experts here, where its release has mxfp4.
+experts here, and with --mxfp4 such as its release has; --experts transformers leaves them to Transformers' module.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from engine_step import SHAPES, Head, make_drafter, make_target, rates, synchronize
+from mxfp4_weights import fill_with_mxfp4
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from peagle.bench.json_file import check_writable, write_json
@@ -114,6 +115,8 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--experts", choices=("fused", "transformers"), default="fused", help="Of gpt-oss, on a GPU.")
+    parser.add_argument("--mxfp4", action="store_true", help="Give gpt-oss weights that MXFP4 holds exactly.")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     if args.json is not None:
@@ -127,10 +130,12 @@ def main() -> None:
     if args.shape == "gpt-oss-20b":
         shape: dict[str, Any] = GPT_OSS_HEAD
         target = gpt_oss_20b(max_model_len, device, dtype)
+        if args.mxfp4:
+            fill_with_mxfp4(target.model)
     else:
         shape = SHAPES[args.shape]
         target = make_target(shape, max_model_len, device, dtype)
-    prepare_for_inference(target)
+    prepare_for_inference(target, fuse_mixtures=args.experts == "fused")
     table = [["arm", "concurrency", "tokens/s (median)", "min..max", "AL"]]
     results = []
     for arm in arms:

@@ -34,15 +34,17 @@ from peagle.target.model import Target
 logger = logging.getLogger(__name__)
 
 
-def prepare_for_inference(target: Target) -> None:
+def prepare_for_inference(target: Target, fuse_mixtures: bool = True) -> None:
     """Replace modules of the target by faster ones that compute the same; calling it again changes nothing.
 
     On a CPU in float32 the linears get packed weights, in float16 where that holds them exactly, and drop their own; on
-    a GPU mixtures of experts do, with MXFP4 where that holds them. Such a target cannot be saved or trained.
+    a GPU mixtures of experts do (fuse_mixtures), with MXFP4 where that holds them. Such a target cannot be saved or
+    trained.
     """
     fuse_rms_norms(target.model)
     if target.device.type == "cuda":
-        fuse_experts(target.model)
+        if fuse_mixtures:
+            fuse_experts(target.model)
         fuse_decoder_layers(target)
     if target.device.type == "cpu" and target.dtype == torch.float32:
         keep = (target.model.get_output_embeddings(),)
