@@ -22,6 +22,7 @@ from peagle.drafter.loading import load_drafter, resolve_head
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.errors import InputError
+from peagle.kernels.experts import runs_experts
 from peagle.kernels.half_linear import HalfLinear, fits_half, half_product, halve_linears, has_half
 from peagle.kernels.packed_linear import pack_linears
 from peagle.kernels.rms_norm import fuse_rms_norms
@@ -43,7 +44,7 @@ def prepare_for_inference(target: Target, fuse_mixtures: bool = True) -> None:
     """
     fuse_rms_norms(target.model)
     if target.device.type == "cuda":
-        if fuse_mixtures:
+        if fuse_mixtures and runs_experts(target.device):
             fuse_experts(target.model)
         fuse_decoder_layers(target)
     if target.device.type == "cpu" and target.dtype == torch.float32:

@@ -87,6 +87,12 @@ def experts_torch(hidden: Tensor, indices: Tensor, routing: Tensor, weights: Exp
     return weighed.view(rows, k, -1).sum(dim=1, dtype=torch.float32).to(dtype)
 
 
+def runs_experts(device: torch.device) -> bool:
+    """Whether a GPU has the shared memory that `experts_triton`'s configurations take: those for data centres have
+    (8.0, 9.0, 10.0), others have less."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
+
+
 def experts(hidden: Tensor, indices: Tensor, routing: Tensor, weights: ExpertWeights) -> Tensor:
     """As `experts_torch`; on a GPU without waiting for it, so that a CUDA graph can hold it."""
     if hidden.is_cuda:
