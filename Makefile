@@ -30,8 +30,8 @@ bench: $(DEMO)/.ready  ## set up, then measure the bundled heads: a report in be
 	$(DEMO)/bin/peagle bench --quick
 
 lint: $(DEV)/.ready
-	$(DEV)/bin/ruff check src tests benchmarks
-	$(DEV)/bin/ruff format --check src tests benchmarks
+	$(DEV)/bin/ruff check src tests benchmarks heads
+	$(DEV)/bin/ruff format --check src tests benchmarks heads
 	$(DEV)/bin/mypy src
 
 test: lint  ## set up, lint, type-check, test (CPU, under 15 minutes on two cores)
@@ -44,8 +44,8 @@ test-gpu:  ## on a machine with a CUDA device, in the environment that is active
 	PYTHONPATH=src python3 -m pytest -m gpu -p no:cacheprovider
 
 format: $(DEV)/.ready
-	$(DEV)/bin/ruff check --fix src tests benchmarks
-	$(DEV)/bin/ruff format src tests benchmarks
+	$(DEV)/bin/ruff check --fix src tests benchmarks heads
+	$(DEV)/bin/ruff format src tests benchmarks heads
 
 clean:
 	rm -rf $(DEMO) $(DEV) .pytest_cache .mypy_cache .ruff_cache

