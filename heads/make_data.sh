@@ -49,6 +49,12 @@ together() { # waits for what runs in the background
   [ "$failed" = 0 ] || { echo "a part ended early (see $output/logs); run the command again to go on" >&2; exit 1; }
 }
 
+make() { # NAME merge|join ARGUMENTS..: not again what an earlier run finished; a folder is there whole or not at all
+  local name=$1 how=$2
+  shift 2
+  [ -e "$output/$name" ] || $peagle data "$how" "$@" --output "$output/$name"
+}
+
 for n in $(seq "$processes"); do first "$n" >"$output/logs/first-$n.log" 2>&1 & done
 together
 second chat --self-prompts 14000:name=chat >"$output/logs/chat.log" 2>&1 &
@@ -67,11 +73,11 @@ python3 "$here/our_prompts.py" "$output/our.jsonl" 16000
 for n in 1 2; do third "$n" >"$output/logs/third-$n.log" 2>&1 & done
 together
 
-$peagle data merge "$output/parts-1" --output "$output/answers-1"
-$peagle data merge "$output/parts-2/chat" "$output/parts-2/opened" "$output/parts-2/files" "$output/answers-1" \
-  --temperature 0 --max-tokens 14200000 --output "$output/answers-2"
-$peagle data merge "$output/parts-3" --output "$output/new-3"
-$peagle data join "$output/new-3" "$output/answers-2" --tokens 8192 --share 0.5 --seed 0 --output "$output/answers-3"
+make answers-1 merge "$output/parts-1"
+make answers-2 merge "$output/parts-2/chat" "$output/parts-2/opened" "$output/parts-2/files" "$output/answers-1" \
+  --temperature 0 --max-tokens 14200000
+make new-3 merge "$output/parts-3"
+make answers-3 join "$output/new-3" "$output/answers-2" --tokens 8192 --share 0.5 --seed 0
 for n in 1 2 3; do
   $peagle data check "$output/answers-$n" "${exclude[@]}"
   $peagle data stats "$output/answers-$n" --plot "$output/lengths-$n.png"

@@ -1,14 +1,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from peagle.cli.data import data_app
 from peagle.data.metadata import target_facts
 from peagle.data.shards import Answer, prepare_folder, write_shard
+from peagle.drafter.config import DrafterConfig
+from peagle.drafter.layouts import config_json
+from peagle.drafter.loading import read_config
 from peagle.errors import InputError
+from tests.data.conftest import make_tokenizer
 
 
 @pytest.fixture
@@ -35,6 +41,49 @@ def test_stats(folder, tmp_path):
     assert [source["source"] for source in sources] == ["s", "all"]
 
 
+@pytest.fixture
+def head(tmp_path):
+    """A head of the folder's target, as far as its config goes."""
+    config = DrafterConfig("eagle3", 32, 64, 1, 2, 2, 16, 300, (0, 1, 2))
+    (tmp_path / "head").mkdir()
+    write_config(tmp_path / "head", config, tmp_path / "tiny")
+    return tmp_path / "head"
+
+
+def write_config(folder, config, target):
+    (folder / "config.json").write_text(json.dumps(config_json(config, "native", str(target))))
+
+
+def save_target(folder, tokenizer):
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(vocab_size=300, hidden_size=32, num_attention_heads=2, num_hidden_layers=1).save_pretrained(folder)
+
+
+def test_draft_vocabulary(folder, head, tmp_path):
+    assert invoke("draft-vocabulary", head, folder).exit_code == 0
+    assert (head / "draft_vocabulary.json").exists()
+
+
+def test_draft_vocabulary_of_another_tokenizer_is_refused(folder, head, tmp_path, chat):
+    config = read_config(head)
+    save_target(tmp_path / "same", chat.tokenizer)
+    save_target(tmp_path / "other", make_tokenizer(("x",)))  # as many tokens, as far as the configs say
+    write_config(head, config, tmp_path / "other")
+    with pytest.raises(InputError, match=r"made with the tokenizer of .*tiny; this target has another"):
+        invoke("draft-vocabulary", head, folder)
+    assert not (head / "draft_vocabulary.json").exists()
+    write_config(head, config, tmp_path / "gone")
+    with pytest.raises(InputError, match="HEAD: its target cannot be read, give another place with --target"):
+        invoke("draft-vocabulary", head, folder)
+    write_config(head, config, "")
+    with pytest.raises(InputError, match=r"HEAD: .* does not name its target, expected --target"):
+        invoke("draft-vocabulary", head, folder)
+    assert invoke("draft-vocabulary", head, folder, "--target", tmp_path / "same").exit_code == 0
+    write_config(head, replace(config, vocab_size=301, draft_vocab_size=301), tmp_path / "tiny")
+    with pytest.raises(InputError, match="a vocabulary of 300 tokens, expected the head's 301"):
+        invoke("draft-vocabulary", head, folder)
+
+
 def test_check_and_merge(folder, tmp_path):
     (tmp_path / "fine.jsonl").write_text('{"prompt": "Name the parts of a flower and what each does."}\n')
     (tmp_path / "same.jsonl").write_text('{"prompt": "what is a LIGHTHOUSE for and who keeps it"}\n')
@@ -56,6 +105,11 @@ def test_check_and_merge(folder, tmp_path):
         (["--temperature", "hot", "--prompts", "x"], "--temperature 'hot'"),
         (["--chat-template-kwargs", "[]", "--prompts", "x"], "expected a JSON object"),
         ([], "nothing to answer"),
+        (["--loop-limit", "-1", "--prompts", "x"], "--loop-limit -1: expected 0"),
+        (["--top-p", "2", "--prompts", "x"], "--top-p: got 2.0"),
+        (["--self-top-p", "0", "--prompts", "x"], "--self-top-p: got 0.0"),
+        (["--self-max-tokens", "0", "--prompts", "x"], "--self-max-tokens: got 0"),
+        (["--self-prompts", "3", "--self-prompts", "3:openings=def"], "2 groups are called 'self'; give each a name="),
         (["--endpoint", "http://x", "--prompts", "x", "--concurrency", "0"], "--concurrency 0"),
         (["--endpoint", "http://x", "--prompts", "x", "--max-retries", "-1"], "--max-retries -1"),
         (["--endpoint", "http://x", "--prompts", "x", "--device", "cpu"], "--device: only for the engine in this"),

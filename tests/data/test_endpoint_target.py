@@ -15,7 +15,8 @@ from peagle.data.answers import AnswerSettings
 from peagle.data.dataset import open_dataset
 from peagle.data.endpoint_retries import EndpointSettings
 from peagle.data.endpoint_target import open_endpoint
-from peagle.data.generate import GenerateJob, generate
+from peagle.data.generate import generate
+from peagle.data.job import GenerateJob
 from peagle.data.prompts import load_prompts
 from peagle.data.self_prompts import SelfPromptGroup, SelfPromptSettings
 from peagle.errors import InputError

@@ -1,13 +1,16 @@
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
 
 from peagle.data.answers import AnswerSettings
 from peagle.data.dataset import open_dataset
-from peagle.data.generate import GenerateJob, GeneratingTarget, generate, parse_part
-from peagle.data.self_prompts import SelfPromptGroup
+from peagle.data.generate import GeneratingTarget, generate
+from peagle.data.job import GenerateJob, parse_part
+from peagle.data.prompts import make_prompt
+from peagle.data.self_prompts import SelfPromptGroup, SelfPromptSettings
 from peagle.errors import InputError
 from tests.data.conftest import END, FakeEngine
 
@@ -98,6 +101,51 @@ def test_other_settings_in_the_same_folder_are_said(files, chat):
     assert line.endswith(f"(max_tokens: {first.answers.max_tokens} -> 3)")
 
 
+def test_template_settings_on_one_side_only_are_said(files, chat):
+    for before, now, change in (
+        ({}, {"enable_thinking": False}, "enable_thinking: not given -> False"),
+        ({"enable_thinking": False}, {}, "enable_thinking: False -> not given"),
+        ({"depth": 1}, {"depth": 2}, "depth: 1 -> 2"),
+    ):
+        folder = files / change.partition(":")[2].replace(" ", "")
+        said = []
+        for kwargs in (before, now):
+            plain = replace(job(files, template_kwargs=kwargs), output=folder, self_prompts=())
+            generate(plain, target(chat)[1], said.append)
+        assert [line.partition(" stays as it is ")[2] for line in said if "other settings" in line] == [f"({change})"]
+
+
+def test_a_prompt_that_two_sources_bring_is_answered_once(files, chat):
+    row = {"prompt": "Describe the ship rope sail wind gull storm wave."}
+    (files / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    engine = FakeEngine(
+        lambda prompt, _: [*chat.encode(row["prompt"] if prompt == chat.first_opening() else " A."), END]
+    )
+    made = GeneratingTarget(engine, chat.tokenizer, "tiny", 300, 400, frozenset([END]), window=8)
+    both = replace(job(files), prompts=(str(files / "chat.jsonl"),), self_prompts=(SelfPromptGroup(1, "chat"),))
+    generate(both, lambda: made, lambda _: None)
+    assert open_dataset(files / "answers").prompt_ids == [make_prompt("chat", [row["prompt"]]).prompt_id]
+
+
+def test_prompts_longer_than_the_model_are_named(files, chat):
+    long = "Tell me more about the sea. " * 20
+    rows = [{"prompt": f"{long}{i}"} for i in range(7)]
+    (files / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    some = replace(job(files), prompts=(str(files / "train.jsonl"), str(files / "long.jsonl")), self_prompts=())
+    said = []
+    generate(some, target(chat)[1], said.append)
+    [line] = [line for line in said if line.startswith("warning: ")]
+    assert "longer than the model (400 tokens" in line
+    tokens = len(chat.first_turn(rows[0]["prompt"]))
+    named = re.findall(r"long\.jsonl:(\d) \((\d+) tokens\)", line)
+    assert len(named) == 5
+    assert line.endswith(" and 2 more")
+    assert {int(count) for _, count in named} == {tokens}
+    none = replace(some, prompts=(f"{files / 'long.jsonl'}:limit=2",), output=files / "none")
+    with pytest.raises(InputError, match=r"prompts: all are longer than the model .*long\.jsonl:\d"):
+        generate(none, target(chat)[1], lambda _: None)
+
+
 def test_errors_come_before_the_model_is_loaded(files):
     def never():
         raise AssertionError("loaded")
@@ -111,6 +159,30 @@ def test_errors_come_before_the_model_is_loaded(files):
             GenerateJob(output=files / "x", prompts=(str(files / "train.jsonl"),), exclude=("no.jsonl",)), never, print
         )
     assert not (files / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"answers": AnswerSettings(top_p=1.5)}, "^--top-p: got 1.5, expected"),
+        ({"answers": AnswerSettings(top_k=-2)}, "^--top-k: got -2, expected"),
+        ({"answers": AnswerSettings(max_tokens=0)}, "^--max-tokens: got 0, expected"),
+        ({"answers": AnswerSettings(loop_limit=-1)}, r"^--loop-limit -1: expected 0 \(never\) or more"),
+        ({"turns": SelfPromptSettings(top_p=0.0)}, "^--self-top-p: got 0.0, expected"),
+        ({"turns": SelfPromptSettings(max_tokens=0)}, "^--self-max-tokens: got 0, expected"),
+        ({"turns": SelfPromptSettings(temperature=-1.0)}, "^--self-temperature: got -1.0, expected"),
+        ({"self_prompts": (SelfPromptGroup(1, temperature=float("inf")),)}, "^--self-temperature: got inf, expected"),
+        (
+            {"self_prompts": (SelfPromptGroup(5), SelfPromptGroup(5, openings=("def",)))},
+            "2 groups .*'self'.* name=NAME",
+        ),
+        ({"self_prompts": (SelfPromptGroup(5, "a b"), SelfPromptGroup(5, "a/b"))}, "2 groups .*'a_b'.* name=NAME"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_model_is_loaded(files, changed, message):
+    with pytest.raises(InputError, match=message):
+        generate(replace(job(files), **changed), lambda: pytest.fail("loaded"), print)
+    assert not (files / "answers").exists()
 
 
 def test_parts():

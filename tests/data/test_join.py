@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from peagle.cli.data import data_app
 from peagle.data.dataset import open_dataset
 from peagle.data.join import join_conversations
+from peagle.data.merge import merge_datasets
 from peagle.data.metadata import read_metadata, target_facts
 from peagle.data.shards import Answer, prepare_folder, write_shard
 from peagle.errors import InputError
@@ -73,6 +74,34 @@ def test_refusals_leave_nothing(folder, tmp_path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(InputError, match="holds a data set already"):
         join_conversations([folder], folder, 20)
+
+
+@pytest.mark.parametrize("how", ["merge", "join"])
+def test_a_full_disk_at_the_second_shard_leaves_nothing(folder, tmp_path, monkeypatch, how):
+    def write(output):
+        if how == "merge":
+            return merge_datasets([folder], output, rows=10)
+        return join_conversations([folder], output, 9, rows=10)
+
+    shards = []
+
+    def full(path, answers):
+        shards.append(path)
+        if len(shards) == 2:
+            raise InputError(f"{path}: no space left on the disk")
+        write_shard(path, answers)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("peagle.data.shards.write_shard", full)
+        with pytest.raises(InputError, match="no space left"):
+            write(tmp_path / "new")
+    assert len(shards) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["answers"]
+    write(tmp_path / "new")
+    assert len(open_dataset(tmp_path / "new")) > 10
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match="file: is a file; expected a new folder"):
+        write(tmp_path / "file")
 
 
 def test_command(folder, tmp_path):

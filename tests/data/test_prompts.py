@@ -72,6 +72,22 @@ def test_ids_depend_on_source_and_content_only(tmp_path):
     assert make_prompt("b", ["x"]).prompt_id != make_prompt("a", ["x"]).prompt_id
 
 
+def test_options_that_would_change_nothing_are_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "x"}])
+    with pytest.raises(InputError, match="config=main: only for a hub: data set"):
+        load_prompts([f"{path}:config=main"])
+    for spec in (f"{path}:field=prompt:transform=python_stub", "hub:o/n:train:prompt:transform=python_stub"):
+        with pytest.raises(InputError, match="field=prompt beside transform=python_stub"):
+            load_prompts([spec])
+    assert parse_source("hub:o/n:config=main").config == "main"
+
+
+def test_prompts_know_their_place(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": f"{i}"} for i in range(4)])
+    assert [prompt.place for prompt in load_prompts([path])] == [f"{path}:{i}" for i in (1, 2, 3, 4)]
+    assert [prompt.place for prompt in load_prompts([f"{path}:join=2"])] == [f"{path}:1", f"{path}:3"]
+
+
 def test_limit_is_a_fixed_nested_choice(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": f"prompt {i}"} for i in range(50)])
     small, large = load_prompts([f"{path}:limit=10"]), load_prompts([f"{path}:limit=20"])

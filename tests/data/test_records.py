@@ -62,6 +62,45 @@ def test_truncated_gzip_and_wrong_encoding(tmp_path):
         list(read_records(tmp_path / "p.jsonl"))
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json"])
+def test_the_line_that_is_not_utf8_is_named(tmp_path, suffix):
+    rows = [b'{"prompt": "a"}'] * 3 + [b'{"prompt": "\xff"}'] + [b'{"prompt": "a"}'] * 3
+    content = b"[\n" + b",\n".join(rows[1:]) + b"]" if suffix == ".json" else b"\n".join(rows)
+    path = tmp_path / f"p{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    with pytest.raises(InputError, match=rf"p{suffix}:4: not UTF-8 text: invalid start byte"):
+        list(read_records(path))
+
+
+def test_damaged_gzip(tmp_path):
+    damaged = bytearray(gzip.compress(b'{"prompt": "b"}\n'))
+    damaged[10:20] = bytes([255] * 10)  # no block of deflate: zlib.error, not EOFError or BadGzipFile
+    for name in ("p.jsonl.gz", "p.json.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 4) + damaged)
+        with pytest.raises(InputError, match=rf"{name}:5: broken gzip file: Error -3"):
+            list(read_records(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.json"])
+def test_a_file_that_may_not_be_read(tmp_path, name, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / name).write_text("{}\n")
+    monkeypatch.setattr("builtins.open", refused)  # by mode it would not be refused to root
+    with pytest.raises(InputError, match=rf"{name}:1: cannot be read: Permission denied"):
+        list(read_records(tmp_path / name))
+
+
+def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch):
+    def refused(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.is_file", refused)
+    with pytest.raises(InputError, match=r"p\.json: cannot be read: Permission denied"):
+        list(read_records(tmp_path / "p.json"))
+
+
 def test_missing_file_unknown_suffix_broken_parquet(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         list(read_records(tmp_path / "absent.jsonl"))

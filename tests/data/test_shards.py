@@ -10,6 +10,7 @@ from peagle.data.shards import (
     Answer,
     ShardWriter,
     answered_prompts,
+    new_folder,
     prepare_folder,
     replacing,
     write_counts,
@@ -82,6 +83,29 @@ def test_an_interrupt_leaves_the_old_file(tmp_path):
         interrupted()
     assert (tmp_path / "x").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path):
+    def broken(path):
+        with new_folder(path) as work:
+            (work / "half").write_text("x")
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(InputError, match=r"sub/new: cannot be written .*Input/output error"):
+        broken(tmp_path / "sub" / "new")
+    assert list((tmp_path / "sub").iterdir()) == []
+    (tmp_path / "empty").mkdir()
+    for name in ("sub/new", "empty"):
+        with new_folder(tmp_path / name) as work:
+            (work / "whole").write_text("x")
+            assert not (tmp_path / name / "whole").exists()
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["whole"]
+        assert not work.exists()
+    (tmp_path / "file").write_text("x")
+    for name, message in (("file", "is a file"), ("empty", "is not empty"), ("file/in", "cannot be written")):
+        with pytest.raises(InputError, match=f"{name}: {message}"), new_folder(tmp_path / name):
+            pytest.fail("written")
+    assert (tmp_path / "file").read_text() == "x"
 
 
 def test_folder_keeps_one_target_and_all_runs(tmp_path):

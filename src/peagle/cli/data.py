@@ -97,9 +97,14 @@ def join(
 def draft_vocabulary(
     head: Annotated[Path, typer.Argument(help="Folder of a head that drafts from the whole vocabulary.")],
     folders: Annotated[list[Path], typer.Argument(help="Folders of answers by the head's target.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Where to take the tokenizer of the head's target from; default: the target it names."),
+    ] = None,
 ) -> None:
     """List the frequent tokens of answers in a head's folder, as `peagle train` does: a CPU drafts from them."""
     from peagle.data.dataset import open_dataset
+    from peagle.data.head_target import check_head_target
     from peagle.drafter.draft_vocabulary import COVERAGE, FILE, write_draft_vocabulary
     from peagle.drafter.loading import read_config
 
@@ -108,8 +113,9 @@ def draft_vocabulary(
         raise InputError(
             f"HEAD: {head} has {config.draft_vocab_size} draft tokens of its own, expected a whole vocabulary"
         )
-    if (size := dataset.metadata["target"]["vocab_size"]) > config.vocab_size:
+    if (size := dataset.metadata["target"]["vocab_size"]) != config.vocab_size:
         raise InputError(f"FOLDERS: answers of a vocabulary of {size} tokens, expected the head's {config.vocab_size}")
+    check_head_target(head, dataset, target)
     listed = write_draft_vocabulary(head, dataset.token_counts(config.vocab_size))
     typer.echo(f"{head / FILE}: {listed} of {config.vocab_size} tokens, {COVERAGE:.0%} of the answers")
 

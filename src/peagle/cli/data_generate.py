@@ -137,8 +137,9 @@ def generate(
     --self-prompts 10000 --exclude mt_bench.jsonl --temperature 0 --temperature 0.8
     """
     from peagle.data.answers import AnswerSettings, parse_temperature
-    from peagle.data.generate import GenerateJob, GeneratingTarget, parse_part
+    from peagle.data.generate import GeneratingTarget
     from peagle.data.generate import generate as run
+    from peagle.data.job import GenerateJob, parse_part
     from peagle.data.self_prompts import SelfPromptSettings, parse_group
 
     if not 0 <= turns_share <= 1:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tqdm import tqdm
 
@@ -14,6 +14,9 @@ from peagle.data.self_prompts import SelfPromptSettings, TurnFilter, stable_seed
 from peagle.data.shards import Answer, ShardWriter
 from peagle.engine.sampling_params import SamplingParams
 from peagle.errors import InputError
+
+TOO_LONG = "longer than the model"
+NAMED = 5  # prompts that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,10 @@ class AnswerSettings:
 
 @dataclass
 class AnswerReport:
-    """What a run did; `skipped` counts prompts left out by reason."""
+    """What a run did; `skipped` counts prompts left out by reason.
+
+    `too_long` names, by prompt id, those that the model has no room for: "FILE:LINE (N tokens)".
+    """
 
     conversations: int = 0
     answers: int = 0
@@ -48,6 +54,7 @@ class AnswerReport:
     cut: int = 0
     loops: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    too_long: dict[str, str] = field(default_factory=dict)
 
     def line(self) -> str:
         skipped = "".join(f", {count} {reason}" for reason, count in self.skipped.items())
@@ -55,6 +62,11 @@ class AnswerReport:
             f"{self.conversations} conversations, {self.answers} answers, {self.answer_tokens} answer tokens, "
             f"{self.cut} answers cut at the length limit, {self.loops} cut in a loop{skipped}"
         )
+
+    def too_long_line(self) -> str:
+        """A few of the prompts that the model has no room for, and how many more there are."""
+        more = len(self.too_long) - NAMED
+        return ", ".join(list(self.too_long.values())[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(slots=True)
@@ -83,6 +95,13 @@ def parse_temperature(text: str) -> tuple[float, float]:
     if not (0 <= pair[0] < 10 and pair[1] > 0):
         raise InputError(f"--temperature {text!r}: expected T or T=SHARE with T from 0 and SHARE above 0, e.g. 0.8=0.5")
     return pair
+
+
+def sampling_of(settings: AnswerSettings, temperature: float) -> SamplingParams:
+    """Sampling of answers as far as the settings say it. Raises InputError naming a bad one."""
+    return SamplingParams(
+        max_tokens=settings.max_tokens, temperature=temperature, top_p=settings.top_p, top_k=settings.top_k
+    )
 
 
 def temperatures_of(prompt: Prompt, settings: AnswerSettings) -> list[float]:
@@ -136,11 +155,9 @@ def write_answers(
         if conversation.asking:
             params = turn_params(chat, turn_settings, _seed(settings, conversation))
         else:
-            params = SamplingParams(
+            params = replace(
+                sampling_of(settings, conversation.temperature),
                 max_tokens=min(settings.max_tokens, room),
-                temperature=conversation.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
                 seed=_seed(settings, conversation),
             )
         prompt = conversation.input_ids
@@ -237,7 +254,9 @@ def _start(
     for prompt, temperature in todo:
         ids = chat.first_turn(prompt.turns[0], prompt.system)
         if len(ids) >= max_model_len:
-            report.skipped["longer than the model"] += 1
+            report.skipped[TOO_LONG] += 1
+            place = prompt.place or f"prompt {prompt.prompt_id}"
+            report.too_long[prompt.prompt_id] = f"{place} ({len(ids)} tokens)"
             bar.update()
             continue
         goes_on = _fraction(settings.seed, "turns", prompt.prompt_id) < settings.turns_share

@@ -12,7 +12,8 @@ from peagle.data.chat_format import ChatFormat
 from peagle.data.completions import AnswerTokens
 from peagle.data.endpoint_engine import EndpointEngine
 from peagle.data.endpoint_retries import EndpointSettings
-from peagle.data.generate import GenerateJob, GeneratingTarget
+from peagle.data.generate import GeneratingTarget
+from peagle.data.job import GenerateJob
 from peagle.engine.sampling_params import SamplingParams
 from peagle.errors import InputError
 from peagle.target.text import read_target_text

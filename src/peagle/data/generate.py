@@ -2,37 +2,22 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.data.answers import AnswerReport, AnswerSettings, write_answers
+from peagle.data.answers import TOO_LONG, AnswerReport, write_answers
 from peagle.data.chat_format import ChatFormat
 from peagle.data.contamination import ContaminationGuard, DropReport
+from peagle.data.job import GenerateJob, check_job, file_name, group_turns, in_part
 from peagle.data.metadata import target_facts
 from peagle.data.prompts import Prompt, load_prompts
 from peagle.data.records import read_records
 from peagle.data.refusals import RefusalFile
 from peagle.data.request_queue import EngineLike
-from peagle.data.self_prompts import SelfPromptGroup, SelfPromptSettings, TurnFilter, stable_seed, write_prompts
+from peagle.data.self_prompts import SelfPromptGroup, TurnFilter, stable_seed, write_prompts
 from peagle.data.shards import ShardWriter, answered_prompts, prepare_folder, replacing, write_counts
 from peagle.errors import InputError
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateJob:
-    """What to generate. `part` (i, n) of n processes side by side takes its share of every prompt source, i from 1."""
-
-    output: Path
-    prompts: tuple[str, ...] = ()
-    self_prompts: tuple[SelfPromptGroup, ...] = ()
-    exclude: tuple[str, ...] = ()
-    part: tuple[int, int] = (1, 1)
-    answers: AnswerSettings = field(default_factory=AnswerSettings)
-    turns: SelfPromptSettings = field(default_factory=SelfPromptSettings)
-    rows_per_shard: int = 4096
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    retry_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +34,6 @@ class GeneratingTarget:
     served_by: dict[str, Any] | None = None
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """Read `I/N`, I from 1 to N.
-
-    Raises:
-        InputError: anything else.
-    """
-    first, slash, count = text.partition("/")
-    if not (slash and first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
-        raise InputError(f"--shard {text!r}: expected I/N with I from 1 to N, e.g. 1/4")
-    return int(first), int(count)
-
-
 def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say: Callable[[str], None]) -> AnswerReport:
     """Run a job; a rerun of the same job goes on where it was stopped.
 
@@ -69,10 +42,10 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
         say: prints a line.
 
     Raises:
-        InputError: bad prompt or evaluation files, a folder of another target, a full disk, a server that is down.
+        InputError: bad settings, prompt or evaluation files, a folder of another target, a full disk, a server that is
+            down, prompts that are all longer than the model.
     """
-    if not job.prompts and not job.self_prompts:
-        raise InputError("nothing to answer: give --prompts, --self-prompts or both")
+    check_job(job)
     guard = ContaminationGuard.from_files(job.exclude) if job.exclude else None
     if guard is None:
         say("no --exclude given: prompts are not checked against evaluation sets")
@@ -88,6 +61,7 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
     turn_filter = TurnFilter(chat, job.turns, guard)
     for group in job.self_prompts:
         prompts += _self_written(job, group, target, chat, turn_filter, guard, say)
+    prompts = list({prompt.prompt_id: prompt for prompt in prompts}.values())  # a target may repeat what a file says
     done = answered_prompts(job.output)
     prefix = "" if job.part[1] == 1 else f"{job.part[0]}of{job.part[1]}"
     writer = ShardWriter(job.output, prefix, job.rows_per_shard)
@@ -110,15 +84,15 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
         say(turn_filter.report.line())
     for line in turn_filter.contaminated.lines():
         say(f"dropped: {line}")
+    if report.too_long:
+        room = f"longer than the model ({target.max_model_len} tokens, one of them left for the answer)"
+        if report.skipped.total() == report.skipped[TOO_LONG] and not report.conversations:
+            raise InputError(f"prompts: all are {room}: {report.too_long_line()}")
+        say(f"warning: left out, for they are {room}: {report.too_long_line()}")
     say(report.line())
     if refusals is not None and refusals.path.exists():
         say(f"{refusals.path}: what the server refused, and why; --retry-refused asks it again")
     return report
-
-
-def in_part(key: str, part: tuple[int, int]) -> bool:
-    """Whether a prompt id belongs to part (i, n)."""
-    return int(key, 16) % part[1] == part[0] - 1
 
 
 def _clean(prompts: list[Prompt], guard: ContaminationGuard | None, say: Callable[[str], None]) -> list[Prompt]:
@@ -151,8 +125,7 @@ def _self_written(
         say(f"{path}: {len(turns)} self-written prompts kept from an earlier run")
     turn_filter.remember(turns)
     if len(turns) < count:
-        temperature = job.turns.temperature if group.temperature is None else group.temperature
-        settings = replace(job.turns, temperature=temperature, seed=stable_seed(job.turns.seed, part, parts))
+        settings = replace(group_turns(job, group), seed=stable_seed(job.turns.seed, part, parts))
         fresh = write_prompts(
             target.engine,
             chat,
@@ -180,11 +153,6 @@ def _save_turns(path: Path, turns: Sequence[str], name: str) -> None:
         temporary.write_text("".join(lines), encoding="utf-8")
 
 
-def file_name(name: str) -> str:
-    """A group's name with what a file name cannot hold replaced."""
-    return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)
-
-
 def _described(job: GenerateJob) -> dict[str, Any]:
     """The job as `dataset.json` records it: no absolute paths, and the same for all parts."""
     described = {
@@ -199,12 +167,14 @@ def _described(job: GenerateJob) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`setting: before -> now` of what decides how prompts are answered."""
+    """`setting: before -> now` of what decides how prompts are answered; a setting may be there on one side only."""
+    missing = "not given"
     return [
-        f"{name}: {before[group][name]} -> {value}"
+        f"{name}: {before[group].get(name, missing)} -> {now[group].get(name, missing)}"
         for group in ("answers", "self_turns", "template_kwargs")
-        for name, value in now[group].items()
-        if group in before and name in before[group] and before[group][name] != value
+        if group in before
+        for name in {**before[group], **now[group]}
+        if before[group].get(name, missing) != now[group].get(name, missing)
     ]
 
 

@@ -7,9 +7,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from peagle.data.dataset import AnswerDataset, open_dataset, shard_files
-from peagle.data.metadata import METADATA_FILE
-from peagle.data.shards import Answer, ShardWriter, write_counts, write_metadata
+from peagle.data.dataset import AnswerDataset, open_dataset
+from peagle.data.shards import Answer, ShardWriter, new_folder, write_counts, write_metadata
 from peagle.errors import InputError
 
 SOURCE = "joined"
@@ -23,7 +22,8 @@ def join_conversations(
 
     The target reads a joined one as a single conversation when its states are made, so what it teaches holds for that
     context; the answers were written without it. Only answers of one temperature are joined. share: of all tokens, to
-    be in joined conversations; the rest stays as it is. Which ones is drawn with `seed`.
+    be in joined conversations; the rest stays as it is. Which ones is drawn with `seed`. `output` is there only when it
+    is complete.
 
     Raises:
         InputError: a share or number of tokens out of range, an `output` that holds something, folders of different
@@ -33,12 +33,20 @@ def join_conversations(
         raise InputError(f"share: got {share}, expected more than 0 and at most 1")
     if tokens < 2:
         raise InputError(f"tokens: got {tokens}, expected at least 2")
-    if (output / METADATA_FILE).exists() or shard_files(output):
-        raise InputError(f"{output}: holds a data set already; expected a new folder")
     dataset = open_dataset(list(inputs))
+    how = {"joined": {"tokens": tokens, "share": share, "seed": seed}}
+    with new_folder(output) as work:
+        counts = _write_joined(dataset, work, tokens, share, seed, rows)
+        write_metadata(work, {**dataset.metadata, "generation": [*dataset.metadata.get("generation", []), how]})
+        write_counts(work)
+    return counts
+
+
+def _write_joined(
+    dataset: AnswerDataset, output: Path, tokens: int, share: float, seed: int, rows: int
+) -> tuple[int, int]:
     order = list(range(len(dataset)))
     random.Random(seed).shuffle(order)
-    output.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(output, rows=rows, seconds=float("inf"))
     room = share * float(dataset.lengths.sum())
     open_groups: dict[float, list[int]] = {}
@@ -64,10 +72,6 @@ def join_conversations(
     for group in open_groups.values():
         write(group)
     writer.flush()
-    # last, so that a folder without it is known to be unfinished
-    how = {"joined": {"tokens": tokens, "share": share, "seed": seed}}
-    write_metadata(output, {**dataset.metadata, "generation": [*dataset.metadata.get("generation", []), how]})
-    write_counts(output)
     return count, joined
 
 

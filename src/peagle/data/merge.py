@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from peagle.data.dataset import open_dataset, shard_files
-from peagle.data.metadata import METADATA_FILE, check_same_target, read_metadata
-from peagle.data.shards import Answer, ShardWriter, write_counts, write_metadata
+from peagle.data.dataset import open_dataset
+from peagle.data.metadata import check_same_target, read_metadata
+from peagle.data.shards import Answer, ShardWriter, new_folder, write_counts, write_metadata
 from peagle.errors import InputError
 
 
@@ -22,7 +22,8 @@ def merge_datasets(
 
     The same prompt answered at the same temperature is taken once, from the first folder that has it. temperatures:
     only answers at one of these. max_tokens: stop at the first example that would make it more tokens, prompts
-    included; examples come in the order of the folders, and those of a folder in their own.
+    included; examples come in the order of the folders, and those of a folder in their own. `output` is there only
+    when it is complete.
 
     Raises:
         InputError: folders of different targets, a corrupt shard, an `output` that holds something, a full disk,
@@ -30,13 +31,21 @@ def merge_datasets(
     """
     if not inputs:
         raise InputError("merge: no input folder given")
-    if (output / METADATA_FILE).exists() or shard_files(output):
-        raise InputError(f"{output}: holds a data set already; expected a new folder")
     metadatas = [read_metadata(folder) for folder in inputs]
     for folder, metadata in zip(inputs, metadatas, strict=True):
         check_same_target(metadata, metadatas[0], str(folder), str(inputs[0]))
     generation = [run for metadata in metadatas for run in metadata.get("generation", [])]
-    output.mkdir(parents=True, exist_ok=True)
+    metadata = {**metadatas[0], "generation": generation}
+    with new_folder(output) as work:
+        count = _write_examples(inputs, work, rows, temperatures, max_tokens)
+        write_metadata(work, metadata)
+        write_counts(work)
+    return count
+
+
+def _write_examples(
+    inputs: Sequence[Path], output: Path, rows: int, temperatures: Sequence[float] | None, max_tokens: int | None
+) -> int:
     writer = ShardWriter(output, rows=rows, seconds=float("inf"))
     kept = None if temperatures is None else np.array(temperatures, dtype=np.float32)
     seen: set[tuple[str, float]] = set()
@@ -66,7 +75,4 @@ def merge_datasets(
     if not seen:
         raise InputError(f"merge: no example is left (temperatures {temperatures}, max_tokens {max_tokens})")
     writer.flush()
-    # Last, so that a folder without it is known to be unfinished.
-    write_metadata(output, {**metadatas[0], "generation": generation})
-    write_counts(output)
     return len(seen)

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,16 @@ _NO_INPUT = {"", "<noinput>", "n/a", "none"}
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """User turns to be answered one after another; `prompt_id` depends on the source's name and the content only."""
+    """User turns to be answered one after another; `prompt_id` depends on the source's name and the content only.
+
+    `place` is where it was read, such as FILE:LINE, for messages; "" if nowhere.
+    """
 
     prompt_id: str
     source: str
     turns: tuple[str, ...]
     system: str | None = None
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,10 @@ class PromptSource:
     config: str | None = None
 
 
-def make_prompt(source: str, turns: Sequence[str], system: str | None = None) -> Prompt:
+def make_prompt(source: str, turns: Sequence[str], system: str | None = None, place: str = "") -> Prompt:
     """A prompt with its stable id (64 bits of a SHA-256 over source and content)."""
     content = json.dumps([source, system, list(turns)], ensure_ascii=False)
-    return Prompt(hashlib.sha256(content.encode()).hexdigest()[:16], source, tuple(turns), system)
+    return Prompt(hashlib.sha256(content.encode()).hexdigest()[:16], source, tuple(turns), system, place)
 
 
 def parse_source(spec: str) -> PromptSource:
@@ -79,7 +83,8 @@ def parse_source(spec: str) -> PromptSource:
         config=C      configuration of a Hub data set
 
     Raises:
-        InputError: an unknown option or template, or a limit or join that is not a positive number.
+        InputError: an unknown option or template, a limit or join that is not a positive number, or an option that
+            would change nothing: config for a file, field beside transform.
     """
     location, *rest = _OPTION.split(spec)
     options = dict(part.split("=", 1) for part in rest)
@@ -98,6 +103,8 @@ def parse_source(spec: str) -> PromptSource:
         name = Path(location).name
         for suffix in sorted(SUFFIXES, key=len, reverse=True):
             name = name.removesuffix(suffix)
+        if "config" in options:
+            raise InputError(f"--prompts {spec!r}: config={options['config']}: only for a hub: data set, not a file")
     for option in ("limit", "join"):
         value = options.get(option)
         if value is not None and not (value.isdecimal() and int(value) > 0):
@@ -105,6 +112,8 @@ def parse_source(spec: str) -> PromptSource:
     transform = options.get("transform")
     if transform is not None and transform not in TRANSFORMS:
         raise InputError(f"--prompts {spec!r}: transform={transform}: expected one of {', '.join(TRANSFORMS)}")
+    if transform is not None and field is not None:
+        raise InputError(f"--prompts {spec!r}: field={field} beside transform={transform}, which reads its own fields")
     where = options.get("where")
     if where is not None and "=" not in where:
         raise InputError(f"--prompts {spec!r}: where={where}: expected where=FIELD=VALUE")
@@ -164,7 +173,7 @@ def _joined(prompts: Iterator[Prompt], size: int) -> Iterator[Prompt]:
     """Conversations of `size` prompts each, the last of what is left, under the first one's system message."""
     while group := list(itertools.islice(prompts, size)):
         turns = [turn for prompt in group for turn in prompt.turns]
-        yield group[0] if size == 1 else make_prompt(group[0].source, turns, group[0].system)
+        yield group[0] if size == 1 else make_prompt(group[0].source, turns, group[0].system, group[0].place)
 
 
 def _read_source(source: PromptSource) -> Iterator[Prompt]:
@@ -176,18 +185,18 @@ def _read_source(source: PromptSource) -> Iterator[Prompt]:
         key, value = source.where
         rows = ((place, row) for place, row in rows if str(row.get(key)) == value)
     if source.transform == "python_stub":
-        for _place, stub in python_stubs(rows):
-            yield _templated(source, None, [stub])
+        for place, stub in python_stubs(rows):
+            yield _templated(source, None, [stub], place)
         return
     for place, row in rows:
         system, turns = turns_of(row, place, source.field)
-        yield _templated(source, system, turns)
+        yield _templated(source, system, turns, place)
 
 
-def _templated(source: PromptSource, system: str | None, turns: Sequence[str]) -> Prompt:
+def _templated(source: PromptSource, system: str | None, turns: Sequence[str], place: str) -> Prompt:
     if source.template is not None:  # only the first turn opens a task; later ones refer to what was said
         turns = [source.template.replace("{prompt}", turns[0].rstrip("\n")), *turns[1:]]
-    return make_prompt(source.name, turns, system)
+    return make_prompt(source.name, turns, system, place)
 
 
 def turns_of(row: Record, place: str, field: str | None = None) -> tuple[str | None, list[str]]:

@@ -2,9 +2,10 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from peagle.errors import InputError
 
@@ -18,10 +19,14 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
     `place` reads "FILE:LINE" for .jsonl, "FILE: entry N" for .json and "FILE: row N" for Parquet, all from 1.
 
     Raises:
-        InputError: no such file, unknown suffix, an empty file, or text that is not what the suffix says.
+        InputError: no such file, unknown suffix, an empty or unreadable file, or text that is not what the suffix says.
     """
     path = Path(path)
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError as error:  # a folder above it that may not be entered
+        raise InputError(f"prompt file {path}: cannot be read: {error.strerror or error}") from error
+    if not is_there:
         raise InputError(f"prompt file {path}: no such file")
     if not path.name.endswith(SUFFIXES):
         raise InputError(f"prompt file {path}: expected one of {', '.join(SUFFIXES)}")
@@ -36,40 +41,42 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
         raise InputError(f"prompt file {path}: no rows in it")
 
 
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return open(path, encoding="utf-8")
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number from 1, line with its end) as bytes, so that a line that is not text can be named."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}:{number + 1}: broken gzip file: {error}") from error
+    except OSError as error:
+        raise InputError(f"{path}:{number + 1}: cannot be read: {error.strerror or error}") from error
+
+
+def _parse(path: Path, content: bytes, first_line: int = 1) -> Any:
+    """JSON from bytes that begin at line `first_line` of the file."""
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = first_line + content[: error.start].count(b"\n")
+        raise InputError(f"{path}:{line}: not UTF-8 text: {error.reason}") from error
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise InputError(f"{path}:{line}: not JSON: {error.msg} at column {error.colno}") from error
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    number = 0
-    try:
-        with _open_text(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}:{number + 1}: not UTF-8 text: {error.reason}") from error
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}:{number + 1}: broken gzip file: {error}") from error
+    for number, line in _lines(path):
+        if line.strip():
+            yield f"{path}:{number}", _parse(path, line.rstrip(), number)
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with _open_text(path) as file:
-            text = file.read()
-        if not text.strip():
-            raise InputError(f"prompt file {path}: empty file")
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text: {error.reason}") from error
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: broken gzip file: {error}") from error
+    content = b"".join(line for _number, line in _lines(path))
+    if not content.strip():
+        raise InputError(f"prompt file {path}: empty file")
+    data = _parse(path, content)
     if isinstance(data, dict):
         lists = [value for value in data.values() if isinstance(value, list)]
         if len(lists) != 1:

@@ -10,7 +10,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +188,21 @@ def is_repetitive(text: str, words: list[str], settings: SelfPromptSettings) -> 
     return len(raw) >= 200 and len(zlib.compress(raw)) / len(raw) < settings.min_compression
 
 
-def turn_params(chat: ChatFormat, settings: SelfPromptSettings, seed: int) -> SamplingParams:
-    """Sampling for one user turn: it stops at the template's end-of-turn marker."""
-    by_token = chat.end_of_user_id is not None
+def sampling_of(settings: SelfPromptSettings) -> SamplingParams:
+    """Sampling of user turns as far as the settings say it. Raises InputError naming a bad one."""
     return SamplingParams(
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
+    )
+
+
+def turn_params(chat: ChatFormat, settings: SelfPromptSettings, seed: int) -> SamplingParams:
+    """Sampling for one user turn: it stops at the template's end-of-turn marker."""
+    by_token = chat.end_of_user_id is not None
+    return replace(
+        sampling_of(settings),
         stop_token_ids=[chat.end_of_user_id] if chat.end_of_user_id is not None else None,
         stop=None if by_token else [chat.end_of_user_text],
         seed=seed,

@@ -18,6 +18,7 @@ import pyarrow.parquet
 from peagle.data.dataset import DIGEST_KEY, SCHEMA, content_digest, read_shard, shard_files
 from peagle.data.metadata import FORMAT_VERSION, METADATA_FILE, check_same_target, read_metadata
 from peagle.errors import InputError
+from peagle.work_folder import work_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,29 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A work folder beside `path` that becomes `path` if the block succeeds and is deleted if it does not.
+
+    Raises:
+        InputError: `path` is a file or holds something, or an operating-system error such as a full disk.
+    """
+    path = path.resolve()  # the work folder has to be on the same disk, and a link stays what it is
+    refusal = f"{path}: cannot be written"
+    try:
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{path}: is a file; expected a new folder")
+        if path.is_dir() and any(path.iterdir()):
+            what = "holds a data set already" if (path / METADATA_FILE).exists() else "is not empty"
+            raise InputError(f"{path}: {what}; expected a new folder")
+    except OSError as error:
+        raise InputError(f"{refusal} ({error})") from error
+    with work_folder(path, refusal) as work:
+        yield work
+        os.chmod(work, 0o755)
+        os.replace(work, path)
 
 
 def answered_prompts(folder: Path) -> dict[str, set[float]]:
