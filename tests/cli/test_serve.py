@@ -185,7 +185,7 @@ def test_serve_and_sigterm(target: str, heads: dict[str, str]) -> None:
             assert line, process.communicate()[1]
             printed += line
         assert re.search(r"target +.*float32 on cpu · served as tiny", printed)
-        assert re.search(r"head +P-EAGLE.*K = 0 to 6, by load", printed)
+        assert re.search(r"head +.* P-EAGLE.*K = 0 to 6, by load", printed)
         assert re.search(r"KV cache +\d+ blocks of 16 · \d+ tokens · fp8 · without prefix caching", printed)
         assert re.search(
             r"limits +512 tokens a request · 4 requests at once · 512 tokens .* · a prompt in one", printed

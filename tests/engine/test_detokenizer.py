@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from peagle.engine.detokenizer import Detokenizer, held_back
+from peagle.engine.detokenizer import Beginnings, Detokenizer
 from tests.conftest import make_tokenizer
 
 TOKENIZER = make_tokenizer()  # a token a byte
@@ -17,11 +17,70 @@ def ids(text: str) -> list[int]:
     return list(TOKENIZER(text).input_ids)
 
 
+def held_back(text: str, stop: list[str]) -> int:
+    beginnings = Beginnings(stop)
+    beginnings.feed(text)
+    return beginnings.longest
+
+
 def test_held_back() -> None:
     assert held_back("abc", ["cd", "bcx"]) == 2
     assert held_back("abc", ["x"]) == 0
     assert held_back("aa", ["aaa"]) == 2
     assert held_back("", ["a"]) == 0
+    assert held_back("a", []) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_held_back_is_the_longest_beginning_of_any(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def word(most: int) -> str:
+        return "".join(rng.choices("ab", k=rng.randint(1, most)))
+
+    stop, text = [word(9) for _ in range(4)], ""
+    beginnings = Beginnings(stop)
+    for _ in range(40):
+        piece = word(5)
+        text += piece
+        beginnings.feed(piece)
+        assert beginnings.longest == max(n for n in range(9) if any(text.endswith(s[:n]) for s in stop if n < len(s)))
+
+
+def test_long_stop_strings_cost_a_step_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new character is looked at a few times a string, whatever came before it."""
+    fed: list[int] = []
+    feed = Beginnings.feed
+
+    def counted(self: Beginnings, text: str) -> None:
+        fed.append(len(text))
+        feed(self, text)
+
+    monkeypatch.setattr(Beginnings, "feed", counted)
+    detokenizer = Detokenizer(TOKENIZER, [], stop=["a" * 1000 + "b"] * 64)
+    for token in ids("a" * 50):
+        detokenizer.push([token])
+        assert detokenizer.take() == ""
+    assert fed == [1] * 50
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stop_strings_are_found_wherever_steps_cut_them(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices("abc", k=60))
+    stop = ["".join(rng.choices("abc", k=rng.randint(3, 6))) for _ in range(3)]
+    detokenizer, tokens, stopped = Detokenizer(TOKENIZER, [], stop), ids(text), None
+    while tokens and stopped is None:
+        stopped = detokenizer.push(tokens[:1])
+        tokens = tokens[1:]
+    ends = [(text.find(s) + len(s), s) for s in stop if s in text]
+    if not ends:
+        assert stopped is None
+        return
+    end = min(ends)[0]
+    assert stopped in [s for at, s in ends if at == end]
+    assert stopped is not None
+    assert detokenizer.text == text[: end - len(stopped)]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -87,6 +87,8 @@ def test_what_is_refused(folder: str, heads: dict[str, str]) -> None:
         llm.generate(["a", "b"], [SamplingParams()], use_tqdm=False)
     with pytest.raises(InputError, match="sampling_params: got 'temperature', expected SamplingParams"):
         llm.generate("x", {"temperature": 1}, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="sampling_params: got 5, expected SamplingParams"):
+        llm.generate("x", 5, use_tqdm=False)  # type: ignore[arg-type]
     for ids in ([1.5], ["1"]):
         with pytest.raises(InputError, match="prompt: got a token id that is no integer"):
             llm.generate({"prompt_token_ids": ids}, use_tqdm=False)
@@ -95,7 +97,7 @@ def test_what_is_refused(folder: str, heads: dict[str, str]) -> None:
     with pytest.raises(InputError, match="prompts: got None"):
         llm.generate(None, use_tqdm=False)  # type: ignore[arg-type]
     image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
-    for messages in ([], "hello", ["hello"], [{"content": "no role"}], [image]):
+    for messages in ([], 5, [5], [None], [[5]], "hello", ["hello"], [{"content": "no role"}], [image]):
         with pytest.raises(InputError, match=r"^messages: got"):
             llm.chat(messages)  # type: ignore[arg-type]
     llm.get_tokenizer().chat_template = "{{ raise_exception('robots only') }}"

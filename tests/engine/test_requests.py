@@ -184,11 +184,14 @@ def test_depths(target: Target, caplog: pytest.LogCaptureFixture) -> None:
         make_engine(target, None, 3)
     with caplog.at_level(logging.WARNING):
         make_engine(target, tiny_head(target), 8)
-        make_engine(target, tiny_head(target, "eagle3", k_train=3), 8)
+        make_engine(target, tiny_head(target, "eagle3", k_train=3), 3)
+        make_engine(target, tiny_head(target, "eagle3", k_train=None), 8)
     assert not caplog.text
     with caplog.at_level(logging.WARNING):
         make_engine(target, tiny_head(target), 9)
+        make_engine(target, tiny_head(target, "eagle3", k_train=3), 4)
     assert "more than the 8 that the head was trained for" in caplog.text
+    assert "num_speculative_tokens 4 is more than the 3 that the head was trained for" in caplog.text
     with caplog.at_level(logging.WARNING):
         make_engine(target, tiny_head(target, max_position_embeddings=100), 2)
     assert "made for 100 positions and the engine serves 128" in caplog.text

@@ -8,10 +8,12 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 
 from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
@@ -19,7 +21,7 @@ from peagle.engine.request import Status
 from peagle.server.answers import Answer
 from peagle.server.run import banner
 from peagle.target import Target
-from tests.engine.helpers import tiny_head
+from tests.engine.helpers import replay, tiny_head
 from tests.server.conftest import MODEL, Running, Start, hold, script, tiny_engine, wait_for
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -283,6 +285,51 @@ def streamed(server: Running, **body: object) -> list[str]:
     return [chunk["choices"][0]["text"] for chunk in chunks]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("right", [0, 1, 2, 3])
+def test_characters_and_stop_strings_split_across_steps_with_drafts(start: Start, target: Target, right: int) -> None:
+    """As below, where steps bring up to four tokens: of every draft so many are accepted."""
+    engine = tiny_engine(target, dynamic_speculation=False)
+    tokenizer = engine.target.tokenizer
+    assert tokenizer is not None
+    text = "aé→🙂b STOP c"
+    tokens = list(tokenizer(text, add_special_tokens=False).input_ids)
+    prompt = [5]
+    known = prompt + tokens
+
+    class Everybody(dict[str, list[int]]):
+        def __missing__(self, name: str) -> list[int]:
+            return known
+
+    # the target says the text by way of its bias: each step's choices are replaced by what stands there
+    choose = engine.runner._choose
+    replay(engine, Everybody(), None if right == 3 else lambda _: right)
+
+    def chosen(logits: Any, inputs: Any, packed: Any) -> Any:
+        choices = choose(logits, inputs, packed)
+        following = (inputs.batch.positions[inputs.logit_rows[: inputs.num_choices]] + 1).tolist()
+        return torch.tensor([known[at] if at < len(known) else 0 for at in following]).to(choices)
+
+    engine.runner._choose = chosen  # type: ignore[method-assign]
+    server = start(engine)
+
+    def pieces(**body: object) -> list[str]:
+        return streamed(server, **{"prompt": prompt, "max_tokens": len(tokens), "ignore_eos": True, **body})
+
+    whole = pieces()
+    assert "".join(whole) == text
+    assert (len(whole) == len(text)) == (right == 0)  # with drafts a step shows several at once
+    assert "\ufffd" not in "".join(whole)  # nothing half is ever sent
+    assert "".join(pieces(max_tokens=2)) == "a\ufffd"
+    assert "".join(pieces(stop="STOP")) == "aé→🙂b "
+    held = pieces(stop="STORE")
+    assert "".join(held) == text
+    assert all(not piece.endswith(("S", "ST", "STO")) for piece in held)  # held back, then sent after all
+    assert "".join(pieces(stop=["OP", "→"], include_stop_str_in_output=True)) == "aé→"
+    if right:
+        assert engine.stats.spec.num_accepted_tokens > 0
+    server.settle()
+
+
 def test_characters_and_stop_strings_split_across_steps(start: Start, target: Target) -> None:
     engine = tiny_engine(target, None)
     assert engine.target.tokenizer is not None
@@ -373,3 +420,4 @@ def test_a_path_or_a_method_that_is_not_served(server: Running) -> None:
     answer = httpx.get(f"{server.url}/v1/completions")
     assert answer.status_code == 405
     assert answer.json()["error"]["message"] == "method: got GET for /v1/completions, expected POST"
+    assert answer.headers["allow"] == "POST"

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
 
-def unused_on_cpu(**given: object) -> list[str]:
-    """A warning for each flag that was given (is not None) and that only the path of a GPU uses."""
+def unused(where: str, **given: object) -> list[str]:
+    """A warning for each flag that was given (is not None), and that changes nothing there."""
     flags = (f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None)
-    return [f"{flag} changes nothing on a CPU" for flag in flags]
+    return [f"{flag} changes nothing {where}" for flag in flags]
 
 
 class Collected(logging.Handler):
@@ -85,7 +85,9 @@ def serve(
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(metavar="F", help="Part of the GPU's memory to use, weights included. Default: 0.9.")
     ] = None,
-    cpu_kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on a CPU.")] = 1.0,
+    cpu_kv_cache_gib: Annotated[
+        float | None, typer.Option(metavar="GIB", help="KV cache on a CPU. Default: 1.")
+    ] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="auto: the model's; fp8 (fp8_e4m3): half the memory of 16 bits.")
     ] = "auto",
@@ -160,7 +162,7 @@ def serve(
         block_size=block_size,
         num_kv_blocks=num_kv_blocks,
         gpu_memory_utilization=0.9 if gpu_memory_utilization is None else gpu_memory_utilization,
-        cpu_kv_cache_gib=cpu_kv_cache_gib,
+        cpu_kv_cache_gib=1.0 if cpu_kv_cache_gib is None else cpu_kv_cache_gib,
         kv_cache_dtype="fp8" if kv_cache_dtype == "fp8_e4m3" else kv_cache_dtype,  # type: ignore[arg-type]
         enable_chunked_prefill=enable_chunked_prefill,
         enable_prefix_caching=enable_prefix_caching,
@@ -184,19 +186,27 @@ def serve(
     with ThreadPoolExecutor(1) as loader:
         engine, warnings = loader.submit(load, target, speculative, dtype, device, config, threads).result()
     if engine.target.device.type == "cpu":
-        warnings += unused_on_cpu(
+        warnings += unused(
+            "on a CPU",
             async_scheduling=async_scheduling,
             max_cudagraph_capture_size=max_cudagraph_capture_size,
             enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization,
         )
+        sizes = {"cpu_kv_cache_gib": cpu_kv_cache_gib}
+    else:
+        warnings += unused("on a GPU", cpu_kv_cache_gib=cpu_kv_cache_gib)
+        sizes = {"gpu_memory_utilization": gpu_memory_utilization}
+    if num_kv_blocks is not None:
+        warnings += unused("beside --num-kv-blocks", **sizes)
     settings = AppSettings(tuple(served_model_name or [target]), tuple(api_key or ()), stream_interval, origins)
     engine_loop = EngineLoop(engine, settings.model_names[0], max_queue)
     server = make_server(create_app(engine_loop, settings), engine_loop, drain_timeout, access_log)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{sock.getsockname()[1]}"
     sock.listen()  # from here on clients wait instead of being refused
-    typer.echo(banner(engine, settings.model_names, url, warnings))
+    head_name = None if speculative is None else speculative.model
+    typer.echo(banner(engine, settings.model_names, url, warnings, head_name))
     server.run(sockets=[sock])
 
 
@@ -213,6 +223,7 @@ def load(
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from peagle.engine.loading import load_engine
+    from peagle.engine.memory import is_out_of_memory
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -223,10 +234,13 @@ def load(
     try:
         engine = load_engine(target, speculative, dtype, device, config)
         engine.capture()
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise InputError(
-            "out of memory while loading; lower --gpu-memory-utilization, --max-num-seqs, --max-num-batched-tokens, "
-            f"--max-cudagraph-capture-size or --max-model-len ({error})"
+            "out of memory while loading; lower --gpu-memory-utilization (on a CPU --cpu-kv-cache-gib), "
+            "--max-num-seqs, --max-num-batched-tokens, --max-cudagraph-capture-size or --max-model-len "
+            f"({error})"
         ) from error
     finally:
         logger.removeHandler(collected)

@@ -10,6 +10,7 @@ import torch
 
 from peagle.config.engine import EngineConfig
 from peagle.draft_table import DraftTable
+from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.engine.draft_length import DraftLength
 from peagle.engine.draft_planner import DraftPlanner
@@ -27,16 +28,33 @@ FEWEST_MIXED_ROWS, MOST_MIXED_ROWS = 512, 8192
 
 
 def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
-    """Refuse a K of 0 or less; warn of a P-EAGLE head asked for more drafts than it was trained for."""
+    """Refuse a K of 0 or less; warn of a head asked for more drafts than it was trained for, where it says."""
     if num_speculative_tokens < 1:
         raise InputError(f"num_speculative_tokens: got {num_speculative_tokens}, expected a positive integer")
     k_train = drafter.config.k_train
-    if drafter.config.kind == "p-eagle" and k_train is not None and num_speculative_tokens > k_train:
+    if k_train is not None and num_speculative_tokens > k_train:
         log.warning(
             "num_speculative_tokens %d is more than the %d that the head was trained for: later drafts will seldom be "
             "accepted",
             num_speculative_tokens,
             k_train,
+        )
+
+
+def warn_of_lengths(head: DrafterConfig, max_model_len: int) -> None:
+    """Warn of requests that may be longer than what the head can do, or else than what it was trained on."""
+    if head.max_position_embeddings < max_model_len:
+        log.warning(
+            "the head is made for %d positions and the engine serves %d: acceptance will be poor beyond",
+            head.max_position_embeddings,
+            max_model_len,
+        )
+    elif head.max_train_length is not None and head.max_train_length < max_model_len:
+        log.warning(
+            "the head was trained on texts of up to %d tokens and the engine serves %d (max_model_len): acceptance may "
+            "be poor beyond",
+            head.max_train_length,
+            max_model_len,
         )
 
 
@@ -143,6 +161,15 @@ def check_params(params: SamplingParams, target: Target) -> None:
                 raise InputError(f"{field}: got {token}, expected ids below {target.vocab_size}")
     if params.n != 1:
         raise InputError(f"n: got {params.n}, expected 1 a request (SamplingParams.completions gives them)")
+
+
+def check_min_tokens(min_tokens: int, room: int, max_model_len: int) -> None:
+    """Refuse to hold an answer's end back beyond the length that it can have."""
+    if min_tokens > room:
+        raise InputError(
+            f"min_tokens: got {min_tokens}, expected at most {room}: max_model_len is {max_model_len}, "
+            "the prompt included"
+        )
 
 
 def count_logprobs(name: str, asked: int | None, max_logprobs: int, vocab_size: int) -> int:

@@ -13,15 +13,41 @@ INCOMPLETE = "\ufffd"
 MOST_BYTES = 4
 
 
-def held_back(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the end of `text` could be the beginning of a stop string."""
-    longest = 0
-    for string in stop:
-        for n in range(min(len(string) - 1, len(text)), longest, -1):
-            if text.endswith(string[:n]):
-                longest = n
-                break
-    return longest
+class Beginnings:
+    """How much of a text's end could be the beginning of one of some strings. A character takes the same few operations
+    a string, however long the strings are (Knuth, Morris and Pratt)."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = [(string, shorter_beginnings(string)) for string in strings]
+        self._held = [0] * len(self._strings)
+
+    @property
+    def longest(self) -> int:
+        """Characters at the end of all that has been fed."""
+        return max(self._held, default=0)
+
+    def feed(self, text: str) -> None:
+        """More of the text."""
+        for i, (string, shorter) in enumerate(self._strings):
+            held = self._held[i]
+            for character in text:
+                while held and string[held] != character:
+                    held = shorter[held - 1]
+                held += string[held] == character
+                if held == len(string):  # that is no beginning any more
+                    held = shorter[held - 1]
+            self._held[i] = held
+
+
+def shorter_beginnings(string: str) -> list[int]:
+    """For each beginning of a string, the length of the next shorter one that it ends with."""
+    found, held = [0], 0
+    for character in string[1:]:
+        while held and string[held] != character:
+            held = found[held - 1]
+        held += string[held] == character
+        found.append(held)
+    return found
 
 
 class Detokenizer:
@@ -49,6 +75,9 @@ class Detokenizer:
         self._read = len(self._ids)
         self._sent = 0
         self._searched = 0
+        self._beginnings: Beginnings | None = None  # what only a stream needs
+        self._fed = 0
+        self._new = 0  # characters of the last push
 
     def _decode(self, ids: list[int]) -> str:
         if self._backend is not None:
@@ -63,6 +92,7 @@ class Detokenizer:
         may_stop False (min_tokens not reached): stop strings that end in this text do not count, now or later.
         """
         self._ids.extend(token_ids)
+        self._new = 0
         known = self._decode(self._ids[self._prefix : self._read])
         # a character has four bytes at most: where the last one is incomplete, what stands before it is text already
         for end in range(len(self._ids), max(self._read, len(self._ids) - MOST_BYTES), -1):
@@ -82,13 +112,24 @@ class Detokenizer:
         """The text since the last `take` that no later token can change."""
         if finished:
             self.finish()
-        end = len(self.text) - (0 if finished else held_back(self.text, self.stop))
+        end = len(self.text) - (0 if finished else self._held_back())
         new = self.text[self._sent : end]
         self._sent = max(self._sent, end)
         return new
 
+    def _held_back(self) -> int:
+        """How many characters at the end could be the beginning of a stop string."""
+        if not self.stop:
+            return 0
+        if self._beginnings is None:
+            self._beginnings = Beginnings(self.stop)
+        self._beginnings.feed(self.text[self._fed :])
+        self._fed = len(self.text)
+        return self._beginnings.longest
+
     def _grow(self, new: str, end: int) -> None:
         """Add the text of ids[_read:end]."""
+        self._new += len(new)
         self.text += new
         self._prefix, self._read = self._read, end
 
@@ -97,12 +138,14 @@ class Detokenizer:
             return None
         if may_stop:
             # a stop string may have begun in text that was searched before, but not in text that may not stop
-            found = [(at, s) for s in self.stop if (at := self.text.find(s, self._searched)) >= 0]
+            before = len(self.text) - self._new
+            found = [
+                (at, s) for s in self.stop if (at := self.text.find(s, max(self._searched, before - len(s) + 1))) >= 0
+            ]
             if found:
                 at, self.stopped_by = min(found)
                 self.text = self.text[: at + (len(self.stopped_by) if self.include_stop else 0)]
                 return self.stopped_by
-            self._searched = max(self._searched, len(self.text) - max(map(len, self.stop)) + 1)
         else:
             self._searched = len(self.text)
         return None

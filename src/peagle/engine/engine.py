@@ -14,6 +14,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.checks import (
     captured_rows,
     check_depth,
+    check_min_tokens,
     check_params,
     check_prompt,
     check_threshold,
@@ -21,6 +22,7 @@ from peagle.engine.checks import (
     make_planner,
     mixed_rows,
     runs_ahead,
+    warn_of_lengths,
 )
 from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.kv_cache import BlockManager
@@ -85,12 +87,8 @@ class Engine:
             log.warning(
                 "the KV cache holds %d tokens: max_model_len is lowered from %d to that", self.max_model_len, wanted
             )
-        if drafter is not None and drafter.config.max_position_embeddings < self.max_model_len:
-            log.warning(
-                "the head is made for %d positions and the engine serves %d: acceptance will be poor beyond",
-                drafter.config.max_position_embeddings,
-                self.max_model_len,
-            )
+        if drafter is not None:
+            warn_of_lengths(drafter.config, self.max_model_len)
         self.blocks = BlockManager(num_blocks, config.block_size)
         steps = config.num_scheduler_steps
         if drafter is not None and steps > 1:
@@ -130,6 +128,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._runs_ahead = runs_ahead(config, target.device)
         self._flight: tuple[Schedule, Launched] | None = None  # the step that was started early
+        self._failed: list[StepOutput] = []  # of requests that could not be entered, not told yet
         self._names = TokenNames(target.tokenizer)
         self._seeds = np.random.default_rng(config.seed)
 
@@ -153,6 +152,7 @@ class Engine:
             raise InputError(f"request_id: {request_id!r} is in use already, expected a new one")
         check_params(params, self.target)
         room = self.max_model_len - len(prompt)
+        check_min_tokens(params.min_tokens, room, self.max_model_len)
         own_k = params.num_speculative_tokens
         request = Request(
             request_id=request_id,
@@ -223,7 +223,7 @@ class Engine:
         if flight is None or all(request.status is Status.FINISHED for request in flight[0].requests):
             flight = self._launch()
         if flight is None:
-            return []
+            return self._take_failed()
         schedule, launched = flight
         if self._runs_ahead and launched.repeatable and (ahead := self.scheduler.repeat(schedule)) is not None:
             self._flight = ahead, self.runner.repeat(ahead.plan)
@@ -233,7 +233,7 @@ class Engine:
         advanced = self._advance(schedule, result)
         if self._runs_ahead and self._flight is None:
             self._flight = self._launch()
-        return [self._output(*one) for one in advanced]
+        return [self._output(*one) for one in advanced] + self._take_failed()
 
     def _launch(self) -> tuple[Schedule, Launched] | None:
         """Plan a step and start it; None when there is nothing to run."""
@@ -241,11 +241,24 @@ class Engine:
         self.stats.num_preemptions += len(schedule.preempted)
         self.stats.prefix_cache_queries += schedule.cache_queries
         self.stats.prefix_cache_hits += schedule.cache_hits
+        for lane, error in self.runner.enter(schedule.plan):
+            self._fail(schedule, lane, error)
         if not schedule.requests:
             return None
         if self.draft_planner is not None:
             self.draft_planner.plan(schedule.requests, schedule.plan)
         return schedule, self.runner.launch(schedule.plan)
+
+    def _fail(self, schedule: Schedule, lane: int, error: Exception) -> None:
+        """End the one request whose values no lane can hold; nothing of it has run, and the others go on without it."""
+        request = schedule.without(lane)
+        del self.requests[request.request_id]
+        self.scheduler.abort(request, "error")
+        self._failed.append(StepOutput(request.request_id, [], [], True, "error", error=error))
+
+    def _take_failed(self) -> list[StepOutput]:
+        failed, self._failed = self._failed, []
+        return failed
 
     def capture(self) -> None:
         """Do now what the first steps would take longer for: on a GPU record the CUDA graphs of all batch sizes; where

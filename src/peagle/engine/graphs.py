@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
+
+from peagle.engine.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +29,9 @@ class Graphs:
     def __init__(self) -> None:
         self._warm: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._too_large: set[Hashable] = set()  # no memory was left for these
         self._possible = True
+        self._at_start = False
 
     def __len__(self) -> int:
         """How many are recorded."""
@@ -41,14 +46,26 @@ class Graphs:
         """Whether this model's steps can be recorded, as far as is known."""
         return self._possible
 
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """Until its end a recording that finds no memory raises torch.OutOfMemoryError: there is still somebody who can
+        lower a setting."""
+        self._at_start = True
+        try:
+            yield
+        finally:
+            self._at_start = False
+
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Run `function`, which must use the same tensors whenever it comes with the same key.
 
         Its first run is an ordinary one, in which kernels are compiled and libraries find their plans; before its
         second it is recorded. A model that cannot be recorded (some mixtures of experts wait for the device within a
-        step) runs as it is. Every call runs the function exactly once: a step is not to be repeated.
+        step) runs as it is, and so does a key for whose recording no memory is left while requests are served. Every
+        call runs the function exactly once: a step is not to be repeated.
         """
-        if key in self._graphs or (self._possible and key in self._warm and self._record(key, function)):
+        recordable = self._possible and key in self._warm and key not in self._too_large
+        if key in self._graphs or (recordable and self._record(key, function)):
             self._graphs[key].replay()
             return
         if self._possible and key not in self._warm:
@@ -78,7 +95,13 @@ class Graphs:
             with torch.cuda.graph(graph, pool=pool):
                 function()
         except RuntimeError as error:
-            self._give_up(str(error))
+            if not is_out_of_memory(error):
+                self._give_up(str(error))
+                return False
+            if self._at_start:
+                raise torch.OutOfMemoryError(f"recording the CUDA graph {key}: {error}") from error
+            self._too_large.add(key)
+            log.warning("no memory is left to record the CUDA graph %s, so such steps run without (%s)", key, error)
             return False
         self._graphs[key] = graph
         return True

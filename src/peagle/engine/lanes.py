@@ -51,10 +51,22 @@ class Lanes:
         self.ban_until = np.zeros(max_num_seqs, dtype=np.int64)
         self.ban_ids: list[tuple[int, ...]] = [()] * max_num_seqs
 
-    def apply(self, plan: StepPlan) -> None:
-        """Enter the requests that start and the blocks that were added."""
+    def enter(self, plan: StepPlan) -> list[tuple[int, Exception]]:
+        """Enter the requests that start, and take their setups from the plan. Returns the lanes of those with a value
+        that no lane can hold, and why: one request must not end the others."""
+        failed: list[tuple[int, Exception]] = []
         for setup in plan.setups:
-            self._set(setup)
+            try:
+                self._set(setup)
+            except Exception as error:
+                failed.append((setup.lane, error))
+        plan.setups.clear()
+        return failed
+
+    def apply(self, plan: StepPlan) -> None:
+        """Enter the requests that start, if that has not been done, and the blocks that were added."""
+        for _, error in self.enter(plan):
+            raise error
         for lane, first, blocks in plan.new_blocks:
             self.block_tables[lane, first : first + len(blocks)] = blocks
             self.num_blocks[lane] = first + len(blocks)

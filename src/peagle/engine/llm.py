@@ -82,9 +82,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, by the model's own chat template."""
         tokenizer = self.get_tokenizer()
-        if isinstance(messages, (str, Mapping)) or not messages:
+        if not _is_list(messages) or not messages:
             raise InputError(f"messages: got {messages!r}, expected a list of at least one message")
         several: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
+        if wrong := [one for one in several if not one or not _is_list(one)]:
+            raise InputError(f"messages: got {wrong[0]!r} in it, expected messages, or lists of messages")
         texts = [self._render(conversation) for conversation in several]
         # the template writes the special tokens itself
         ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
@@ -119,6 +121,8 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(ids)
         else:
+            if not isinstance(sampling_params, Iterable):
+                raise InputError(f"sampling_params: got {sampling_params!r}, expected SamplingParams, one or several")
             params = list(sampling_params)
             if wrong := [p for p in params if not isinstance(p, SamplingParams)]:
                 raise InputError(f"sampling_params: got {wrong[0]!r}, expected SamplingParams, one or several")
@@ -179,3 +183,7 @@ class LLM:
             None if logprobs is None else sum(at[i].logprob for i, at in zip(ids, logprobs, strict=True)),
             logprobs,
         )
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

@@ -87,6 +87,18 @@ def check_host_memory(config: EngineConfig, num_bytes: int) -> None:
     )
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it came of, says that memory has run out: PyTorch has a type for a GPU's only, and a
+    recording that breaks off for want of it fails once more when it is ended."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def host_memory() -> int | None:
     """Bytes that a process can still have here, within its control group; None where the system does not say."""
     found = []

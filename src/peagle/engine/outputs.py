@@ -7,7 +7,7 @@ from typing import Literal
 
 from peagle.engine.stats import SpecMetrics
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class StepOutput:
     accepted_mask: True where the token came from a draft, False for the target's own. new_text: the text that may be
     sent now, incomplete characters and possible stop strings held back; None where it is not told yet, or never (no
     `stream_interval`). stop_reason: the stop string or stop token id that ended it, None for end-of-sequence.
-    new_logprobs: one entry a new token, for requests that ask for logprobs.
+    new_logprobs: one entry a new token, for requests that ask for logprobs. error: why the request could not be run,
+    with finish_reason "error".
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class StepOutput:
     stop_reason: str | int | None = None
     new_text: str | None = None
     new_logprobs: list[PositionLogprobs] | None = None
+    error: Exception | None = None
 
 
 @dataclass(slots=True)

@@ -69,6 +69,13 @@ class StepPlan:
     samples: list[bool] = field(default_factory=list)
     drafting: DraftingPlan | None = None
 
+    def remove(self, lane: int) -> None:
+        """Leave out the request of a lane; `drafting` must not be planned yet."""
+        i = self.lanes.index(lane)
+        for of_requests in (self.lanes, self.starts, self.query_lens, self.num_drafts, self.samples):
+            del of_requests[i]
+        self.new_blocks = [entry for entry in self.new_blocks if entry[0] != lane]
+
     def part(self, index: Sequence[int]) -> StepPlan:
         """The plan of some of its requests; setups and blocks, which are entered once for all, are left out."""
         return StepPlan(

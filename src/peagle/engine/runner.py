@@ -89,7 +89,7 @@ class Runner:
             self.late_rows = LateRows(self.draft_pass, self.lanes, num_blocks, target.dtype)
         self.synthetic_rates = None if synthetic_rates is None else conditional_rates(synthetic_rates, self.device)
         self.num_scheduler_steps = num_scheduler_steps
-        graphs = Graphs()
+        self.graphs = graphs = Graphs()
         self.mixed: MixedStep | None = None
         if max_mixed_rows > 0:
             with torch.inference_mode():
@@ -120,6 +120,11 @@ class Runner:
                 )
 
     @torch.inference_mode()
+    def enter(self, plan: StepPlan) -> list[tuple[int, Exception]]:
+        """Enter the requests that start in a plan, before its `launch`; as `Lanes.enter`."""
+        return self.lanes.enter(plan)
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step; on a GPU this returns before the device is done."""
         self.lanes.apply(plan)
@@ -141,12 +146,13 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record every CUDA graph now, so that no request has to wait for it."""
+        """Record every CUDA graph now, so that no request has to wait for it. Raises torch.OutOfMemoryError."""
         if self.device.type != "cuda":
             return
-        for step in (self.decode, self.mixed):
-            if step is not None:
-                step.capture_all()
+        with self.graphs.at_start():
+            for step in (self.decode, self.mixed):
+                if step is not None:
+                    step.capture_all()
 
     def _execute_parts(self, plan: StepPlan, burst: list[int]) -> StepResult:
         """Several decoding steps for the requests of `burst`, one step for the rest."""

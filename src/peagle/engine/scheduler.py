@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peagle.engine.kv_cache import BlockManager, extend_keys
+from peagle.engine.outputs import FinishReason
 from peagle.engine.plan import LaneSetup, StepPlan
 from peagle.engine.request import Request, Status
 
@@ -37,6 +38,12 @@ class Schedule:
     cache_queries: int = 0
     cache_hits: int = 0
     ahead: bool = False
+
+    def without(self, lane: int) -> Request:
+        """Take the request of a lane out, before the step has been started; returns it."""
+        request = self.requests.pop(self.plan.lanes.index(lane))
+        self.plan.remove(lane)
+        return request
 
 
 def lane_setup(request: Request) -> LaneSetup:
@@ -271,11 +278,11 @@ class Scheduler:
         if finished:
             self.running = [request for request in self.running if request.status is Status.RUNNING]
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, reason: FinishReason = "abort") -> None:
         """Drop a request in whatever state it is."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._vacate(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
-        request.finish("abort")
+        request.finish(reason)

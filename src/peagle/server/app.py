@@ -19,6 +19,7 @@ import peagle
 from peagle.errors import InputError
 from peagle.server.answers import Answer, Echo
 from peagle.server.asgi import ClientGone, EventStream, Guard, error_response, unless_disconnected
+from peagle.server.calls import Call
 from peagle.server.engine_loop import EngineLoop
 from peagle.server.errors import ApiError, ErrorBody, bad_request, shutting_down
 from peagle.server.http_metrics import CountRequests
@@ -31,6 +32,7 @@ from peagle.server.sampling import (
     sampling_params,
     wanted_logprobs,
 )
+from peagle.server.seats import Seat
 from peagle.server.validation import validation_error
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
@@ -87,7 +89,9 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             said = f"method: got {request.method} for {request.url.path}, expected {allowed}"
-        return error_response(ApiError(error.status_code, said))
+        response = error_response(ApiError(error.status_code, said))
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
@@ -101,16 +105,33 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
         if name is not None and name not in settings.model_names:
             raise ApiError(
                 404,
-                f"model: {name!r} is not served here, expected {' or '.join(map(repr, settings.model_names))}",
+                f"model: {name[:200]!r} is not served here, expected {' or '.join(map(repr, settings.model_names))}",
                 param="model",
                 code="model_not_found",
             )
 
+    def check_drafts(wanted: int | None) -> None:
+        most = engine.num_speculative_tokens
+        if wanted is not None and wanted > most:
+            what = f"at most {most}, this server's" if most else "0: this server runs without a head"
+            raise bad_request("num_speculative_tokens", f"num_speculative_tokens: got {wanted}, expected {what}")
+
     async def generate(body: ChatBody | CompletionBody, request: Request) -> Response:
+        # its places are taken before the work of tokenizing, so that no more of that waits than can be run
+        with engine_loop.admit((body.n or 1) * num_prompts(body)) as seat:
+            answer, call = await unless_disconnected(request.receive, enter(body, seat), seat.failed)
+        if body.stream:
+            return EventStream(answer.events(call), call.close)
+        try:
+            return JSONResponse(await unless_disconnected(request.receive, answer.whole(call)))
+        finally:
+            call.close()
+
+    async def enter(body: ChatBody | CompletionBody, seat: Seat) -> tuple[Answer, Call]:
+        """Tokenize a request and hand it to the engine."""
         n = body.n or 1
-        # before the work of tokenizing
-        engine_loop.check_room(n * num_prompts(body))
         check_model(body.model)
+        check_drafts(body.num_speculative_tokens)
         chat = isinstance(body, ChatBody)
         max_tokens, max_tokens_field = body.max_tokens, "max_tokens"
         echo: Echo | None = None
@@ -148,15 +169,9 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
         )
         interval = settings.stream_interval if body.stream else 0
         try:
-            call = await unless_disconnected(request.receive, engine_loop.submit(work, n, interval))
+            return answer, await engine_loop.submit(seat, work, n, interval)
         except InputError as error:
             raise from_input_error(error, body) from error
-        if body.stream:
-            return EventStream(answer.events(call), call.close)
-        try:
-            return JSONResponse(await unless_disconnected(request.receive, answer.whole(call)))
-        finally:
-            call.close()
 
     @app.post("/v1/chat/completions", responses=errors)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -167,14 +182,16 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
         return await generate(body, request)
 
     @app.post("/tokenize", responses=errors)
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
         check_model(body.model)
-        return await prompts.tokenize(body)
+        with engine_loop.admit_tokenizing() as seat:
+            return await unless_disconnected(request.receive, prompts.tokenize(body), seat.failed)
 
     @app.post("/detokenize", responses=errors)
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
         check_model(body.model)
-        return await prompts.detokenize(body)
+        with engine_loop.admit_tokenizing() as seat:
+            return await unless_disconnected(request.receive, prompts.detokenize(body), seat.failed)
 
     @app.get("/v1/models", responses=errors)
     async def models() -> dict[str, Any]:

@@ -26,18 +26,24 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, headers=error.headers)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, cancelled with ClientGone when the client disconnects first. The body must be read."""
+async def unless_disconnected(
+    receive: Receive, work: Coroutine[Any, Any, T], failed: asyncio.Future[ApiError] | None = None
+) -> T:
+    """The result of `work`, cancelled with ClientGone when the client disconnects first, or with the error that
+    `failed` gets. The body must be read."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    ends: set[asyncio.Future[Any]] = {task, watch} if failed is None else {task, watch, failed}
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
+        if failed is not None and failed.done():
+            raise failed.result()
         raise ClientGone
     finally:
         task.cancel()

@@ -22,6 +22,7 @@ from peagle.errors import InputError
 from peagle.server.calls import Call, Job, Update
 from peagle.server.errors import ApiError, bad_request, engine_failed, queue_full, shutting_down
 from peagle.server.metrics import ServerMetrics
+from peagle.server.seats import Seat, Seats
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class EngineLoop:
         self.metrics = ServerMetrics(engine, model_name, lambda: max(len(self._open) - len(engine.requests), 0))
         self.draining = False
         self.failures = 0  # failed steps in a row
+        self.entering, self.tokenizing = Seats(), Seats()  # event loop's: on their way here; /tokenize and /detokenize
         self._open: dict[str, Job] = {}  # event loop's: submitted, neither finished nor aborted
         self._adding: set[asyncio.Future[None]] = set()  # event loop's: not in the engine yet
         self._lost: ApiError | None = None  # event loop's: why the thread has ended
@@ -85,35 +87,56 @@ class EngineLoop:
 
     @property
     def num_open(self) -> int:
-        """Requests that run or wait."""
+        """Requests that run or wait in the engine."""
         return len(self._open)
+
+    @property
+    def num_taken(self) -> int:
+        """Requests that have been taken in and not been answered: the open ones and all that hold seats."""
+        return len(self._open) + self.entering.num_held + self.tokenizing.num_held
 
     @property
     def healthy(self) -> bool:
         return self._thread.is_alive() and self.failures < FAILURES_UNTIL_UNHEALTHY
 
-    def check_room(self, count: int) -> None:
-        """Raise ApiError (400, 429, 503) when so many requests could not be entered now."""
+    def admit(self, count: int) -> Seat:
+        """Take in so many requests, which are then to be submitted. Raises ApiError (400, 429, 503) without room."""
         if self.draining:
             raise shutting_down()
         if self._lost is not None:
             raise self._lost
         if count > self.capacity:
             raise bad_request("n", f"n times prompts: got {count}, and the server takes {self.capacity} at once")
-        if len(self._open) + count > self.capacity:
+        taken = len(self._open) + self.entering.num_held
+        if taken + count > self.capacity:
             self.metrics.rejected.inc()
-            raise queue_full(len(self._open), self.capacity)
+            raise queue_full(taken, self.capacity)
+        return self.entering.take(count)
+
+    def admit_tokenizing(self) -> Seat:
+        """Take in a request that only asks for tokens or text: as many as of the others, beside them. Raises ApiError
+        (429, 503)."""
+        if self.draining:
+            raise shutting_down()
+        if self.tokenizing.num_held >= self.capacity:
+            raise queue_full(self.tokenizing.num_held, self.capacity)
+        return self.tokenizing.take(1)
 
     async def submit(
-        self, prompts: Sequence[tuple[list[int], SamplingParams]], n: int = 1, stream_interval: int = 1
+        self, seat: Seat, prompts: Sequence[tuple[list[int], SamplingParams]], n: int = 1, stream_interval: int = 1
     ) -> Call:
-        """Enter all choices of a call, or none; n of them in a row are answers to one prompt. stream_interval: as
-        `Call` has it.
+        """Enter all choices of a call, for as many as the seat has places, or none; n of them in a row are answers to
+        one prompt. stream_interval: as `Call` has it.
 
-        Raises ApiError (429, 503), InputError from the engine's checks.
+        Raises ApiError when the engine has been lost or the time to drain is over, InputError from the engine's checks.
         """
-        self.check_room(len(prompts))
+        assert len(prompts) == seat.count
+        if self._lost is not None:
+            raise self._lost
+        if seat.failed.done():
+            raise seat.failed.result()
         call = Call(self, prompts, n, stream_interval)
+        seat.release()
         self._open |= {job.request_id: job for job in call.jobs}
         added: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._adding.add(added)
@@ -134,7 +157,9 @@ class EngineLoop:
             self._commands.put(_Abort(ids))
 
     def fail_all(self, error: ApiError) -> None:
-        """End everything that runs or waits with an error."""
+        """End everything that runs or waits, or is on its way, with an error."""
+        self.entering.fail_all(error)
+        self.tokenizing.fail_all(error)
         self._commands.put(_Fail(error))
 
     def _hand_out(self, updates: list[tuple[Job, Update | ApiError]]) -> None:
@@ -250,11 +275,17 @@ class EngineLoop:
                     metrics.requests.scheduled(job.times, began)
             self._unscheduled = still
         updates: list[tuple[Job, Update | ApiError]] = []
+        failed: list[Job] = []
         ended: list[Job] = []  # stay with `_drop_all` until all is done that can fail
         prompt_tokens = tokens = 0
         for output in outputs:
             job = self._jobs[output.request_id]
             assert job.request is not None
+            if output.error is not None:
+                log.error("a request could not be run", exc_info=output.error)
+                updates.append((job, engine_failed(output.error)))
+                failed.append(job)
+                continue
             tokens += len(output.new_token_ids)
             update = job.held = job.held or Update(job.index, "", [])
             update.token_ids += output.new_token_ids
@@ -283,6 +314,9 @@ class EngineLoop:
             del self._jobs[job.request_id]
             metrics.finished[job.request.finish_reason or "stop"].inc()
             metrics.requests.ended(job.times, job.group, job.request)
+        for job in failed:
+            del self._jobs[job.request_id]
+            metrics.finished["error"].inc()
         metrics.generation_tokens.inc(tokens)
         if outputs:
             metrics.step_tokens.observe(prompt_tokens + tokens)

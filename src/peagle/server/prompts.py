@@ -137,6 +137,9 @@ class Prompts:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt", "prompt: expected exactly one of prompt and messages")
         if body.prompt is not None:
+            for name in ("add_generation_prompt", "chat_template_kwargs"):
+                if getattr(body, name) is not None:
+                    raise bad_request(name, f"{name}: only allowed with messages, which the chat template renders")
             ids = await self._ids(body.prompt, body.add_special_tokens is not False)
         else:
             ids = await self.chat(body)

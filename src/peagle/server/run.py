@@ -55,10 +55,10 @@ class DrainingServer(uvicorn.Server):
         """uvicorn calls it ten times a second; True ends the server."""
         if self._deadline is not None:
             late = time.monotonic() >= self._deadline
-            if late and self.engine_loop.num_open:
-                log.warning("%d requests did not finish in time", self.engine_loop.num_open)
+            if late and self.engine_loop.num_taken:
+                log.warning("%d requests did not finish in time", self.engine_loop.num_taken)
                 self.engine_loop.fail_all(shutting_down())
-            if late or not self.engine_loop.num_open:
+            if late or not self.engine_loop.num_taken:
                 self.should_exit = True
         return await super().on_tick(counter)
 
@@ -92,8 +92,10 @@ def depth(engine: Engine) -> str:
     return f"K = {', '.join(ranges)} requests"
 
 
-def banner(engine: Engine, model_names: tuple[str, ...], url: str, warnings: list[str]) -> str:
-    """What will run, for the terminal."""
+def banner(
+    engine: Engine, model_names: tuple[str, ...], url: str, warnings: list[str], head_name: str | None = None
+) -> str:
+    """What will run, for the terminal. head_name: the head's folder or id."""
     target, drafter, blocks = engine.target, engine.drafter, engine.blocks
     dtype = str(target.dtype).removeprefix("torch.")
     lines = [f"target       {target.name_or_path} · {dtype} on {target.device} · served as {', '.join(model_names)}"]
@@ -102,7 +104,8 @@ def banner(engine: Engine, model_names: tuple[str, ...], url: str, warnings: lis
     else:
         kind = "P-EAGLE, all drafts in one pass" if drafter.config.kind == "p-eagle" else "EAGLE-3, one draft a pass"
         layers = drafter.config.num_hidden_layers
-        lines.append(f"head         {kind} · {layers} layer{'s' * (layers > 1)} · {depth(engine)}")
+        named = "" if head_name is None else f"{head_name} · "
+        lines.append(f"head         {named}{kind} · {layers} layer{'s' * (layers > 1)} · {depth(engine)}")
     if engine.synthetic:
         lines.append(
             "BENCHMARK ONLY  synthetic acceptance: drafts are accepted by chance, and what comes out is no text"

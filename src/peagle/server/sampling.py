@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ SAMPLING = (
     *("skip_special_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "num_speculative_tokens"),
 )
+MAX_DIGITS = 19  # of a token id
 # what is not done at all, with the value that a client may send in any case, because it asks for nothing
 NOT_SERVED: dict[str, Any] = {"suffix": "", "best_of": 1}
 
@@ -25,7 +27,9 @@ def refuse_unserved(body: ChatBody | CompletionBody) -> None:
     for name, harmless in NOT_SERVED.items():
         value = getattr(body, name, None)
         if value is not None and (value != harmless or type(value) is not type(harmless)):
-            raise bad_request(name, f"{name}: got {value!r}, but this server does not support it", "unsupported")
+            raise bad_request(
+                name, f"{name}: got {reprlib.repr(value)}, but this server does not support it", "unsupported"
+            )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options", "stream_options: only allowed with stream: true")
     if body.prompt_logprobs is not None and body.stream:
@@ -74,10 +78,15 @@ def _most(*counts: int | None) -> int | None:
 
 
 def _logit_bias(value: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in value.items()}
-    except ValueError:
-        raise bad_request("logit_bias", f"logit_bias: got keys {list(value)[:3]}, expected token ids") from None
+    found: dict[int, float] = {}
+    for key, bias in value.items():
+        # int() takes "1_0", " 1" and other scripts' digits, too
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS):
+            raise bad_request("logit_bias", f"logit_bias: got the key {reprlib.repr(key)}, expected a token id")
+        if int(key) in found:
+            raise bad_request("logit_bias", f"logit_bias: got token id {int(key)} twice, expected each once")
+        found[int(key)] = bias
+    return found
 
 
 def from_input_error(error: InputError, body: ChatBody | CompletionBody) -> ApiError:
