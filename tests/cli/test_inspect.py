@@ -1,14 +1,21 @@
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import Lfm2Config, MambaConfig, PreTrainedConfig, T5Config, ViTConfig
 
-from peagle.drafter import load_drafter, save_drafter
+from peagle.drafter import Drafter, load_drafter, save_drafter
+from peagle.drafter.draft_vocabulary import FILE, write_draft_vocabulary
+from peagle.target.loading import load_target
 from peagle.vllm.serve import Installed
 from tests.cli.conftest import run_peagle
-from tests.conftest import COMMON
+from tests.conftest import COMMON, VOCAB
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def test_as_text(target, heads):
@@ -21,12 +28,14 @@ def test_as_text(target, heads):
         "mask token              300",
         "auxiliary layers        2, 3, 4",
         "shared with the target  embeddings and LM head",
+        "draft vocabulary        the target's, all 320 tokens",
         "mask_hidden",
         "BF16",
         "1x1x96",
         "(llama, 7 layers): fits",
         "problems: none",
-        "peagle: takes head and target",
+        "peagle: takes head and target\n  num_speculative_tokens: 1 or more; trained for 4; more drafts",
+        "draft_vocabulary.json: none; a CPU drafts from the whole vocabulary",
         "vLLM: takes head and target",
         "needs 0.16 or later",
     ):
@@ -43,6 +52,67 @@ def test_as_json(heads, kind):
     assert content["size_bytes"] == sum(t.nbytes for t in load_file(Path(heads[kind]) / "model.safetensors").values())
     assert content["shares"] == ["embeddings", "LM head"]
     assert content["problems"] == []
+
+
+def needs_of(head: object, *more: object) -> dict:
+    result = run_peagle("inspect", head, *more, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["engines"]["peagle"]["needs"]
+
+
+def test_weights_that_our_engine_needs(target, heads, monkeypatch):
+    """As many bytes as the two have when they are loaded, and whether this machine has them."""
+    head, model = load_drafter(heads["eagle3"]), load_target(target, "float32", "cpu").model
+    numbers = [sum(p.numel() for p in module.parameters()) for module in (head, model)]
+    for available, fits in ((4 * sum(numbers), True), (4 * sum(numbers) - 1, False), (None, None)):
+        monkeypatch.setattr("peagle.vllm.needs.host_memory", lambda size=available: size)
+        needs = needs_of(heads["eagle3"], "--target", target)
+        assert [needs["weights"][part]["cpu_bytes"] for part in ("head", "target")] == [4 * n for n in numbers]
+        assert [needs["weights"][part]["gpu_bytes"] for part in ("head", "target")] == [2 * n for n in numbers]
+        assert needs["here"] == {"device": "cpu", "available_bytes": available, "fits": fits}
+    monkeypatch.setattr("peagle.vllm.needs.host_memory", lambda: 2048)
+    text = run_peagle("inspect", heads["eagle3"], "--target", target).stdout
+    assert "weights on a GPU: about " in text
+    assert "here, on a CPU, 2.0 KiB are free: they do not fit" in text
+    alone = needs_of(heads["eagle3"])  # of no target nothing is known
+    assert (alone["weights"]["target"], alone["here"]["fits"]) == (None, None)
+    assert "are free" not in run_peagle("inspect", heads["eagle3"]).stdout
+
+
+def test_a_target_in_mxfp4_needs_less(heads, tmp_path, target_folder):
+    shutil.copytree(target_folder("gpt_oss"), tmp_path / "target")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config | {"quantization_config": MXFP4}))
+    result = run_peagle("inspect", heads["p-eagle"], "--target", tmp_path / "target")
+    assert result.exit_code == 0, result.output
+    assert "the target is stored in mxfp4: less where it stays so" in result.stdout
+
+
+def test_the_list_that_a_cpu_drafts_from(heads, tmp_path):
+    head = save_drafter(load_drafter(heads["p-eagle"]), tmp_path / "head")
+    counts = np.zeros(VOCAB, dtype=np.int64)
+    counts[:128] = 1
+    write_draft_vocabulary(head, counts)
+    assert needs_of(head)["draft_vocabulary"] == {"listed": 128, "coverage": 1.0, "problem": None}
+    line = f"draft_vocabulary.json: 128 of {VOCAB} tokens, 100.0% of what stood in the answers; a CPU drafts from them"
+    assert line in run_peagle("inspect", head).stdout
+    content = json.loads((head / FILE).read_text())
+    del content["coverage"]  # not needed to draft
+    (head / FILE).write_text(json.dumps(content))
+    assert f"128 of {VOCAB} tokens; a CPU" in run_peagle("inspect", head).stdout
+    (head / FILE).write_text(json.dumps(content | {"vocab_size": 7}))
+    assert "draft_vocabulary.json cannot be used: vocab_size: got 7" in run_peagle("inspect", head).stdout
+
+
+def test_a_head_with_tokens_of_its_own_reads_no_list(heads, tmp_path):
+    config = replace(load_drafter(heads["eagle3"]).config, draft_vocab_size=64, own_lm_head=True, k_train=None)
+    head = save_drafter(Drafter(config), tmp_path / "head")
+    (head / FILE).write_text("not read")
+    assert needs_of(head)["draft_vocabulary"] is None
+    text = run_peagle("inspect", head).stdout
+    assert f"draft vocabulary        64 of {VOCAB} tokens" in text
+    assert "num_speculative_tokens: 1 or more; the head does not say what it was trained for" in text
+    assert "draft_vocabulary.json" not in text
 
 
 def test_another_target_and_damage_are_all_listed(heads, tmp_path, target_folder):

@@ -92,7 +92,7 @@ def test_what_inspect_says_at_full_size(name, tmp_path):
         "K trained               not said",
         f"mask token              {head.mask_token}",
         "auxiliary layers        not said",
-        "draft vocabulary        the target's",
+        f"draft vocabulary        the target's, all {head.vocab} tokens",
         f"longest sequence        {head.max_length} (RoPE llama3)",
         "shared with the target  nothing",
         f"1x1x{3 * head.hidden}",

@@ -26,7 +26,8 @@ def convert(
 ) -> None:
     """Write a head in another layout without loss: tensors keep their bits, names and config change.
 
-    Stock vLLM and this package read both layouts.
+    What config.json says that the other layout has no key for is kept in it, and comes back when converted back. Stock
+    vLLM and this package read both layouts.
     """
     from peagle.drafter.convert import convert_head
 

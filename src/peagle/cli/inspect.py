@@ -34,13 +34,16 @@ def inspect(
     from peagle.target.facts import read_target_config, target_facts
     from peagle.target.loading import resolve_model
     from peagle.target.refusal import engine_refusal
+    from peagle.vllm.needs import peagle_needs
     from peagle.vllm.serve import find_vllm
 
-    facts, target_is, refusal = read_head_facts(head), None, None
+    facts, config, target_is, refusal = read_head_facts(head), None, None, None
     if target is not None:
         config = read_target_config(resolve_model(target), target)
         target_is, refusal = target_facts(config, target), engine_refusal(config, target)
     content = describe_head(facts, target_is, refusal, find_vllm())
+    ours = content["engines"]["peagle"]
+    ours["needs"] = peagle_needs(facts, config, target or "") if ours["takes"] else None
     if as_json:
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
     else:
@@ -54,7 +57,7 @@ def inspect(
 def describe_head(
     facts: HeadFacts, target: TargetFacts | None, refusal: str | None, installed: Installed | None
 ) -> dict[str, Any]:
-    """Everything that `peagle inspect` says, as JSON. refusal: what our engine has against the target."""
+    """What `peagle inspect` says but for our engine's needs, as JSON. refusal: our engine's, of the target."""
     from dataclasses import asdict
 
     from peagle.target.head_fit import target_problems, target_warnings
@@ -124,7 +127,8 @@ def as_text(content: dict[str, Any]) -> str:
     if config is not None:
         kind = {"p-eagle": "P-EAGLE", "eagle3": "EAGLE-3"}[config["kind"]]
         reduced = config["draft_vocab_size"] != config["vocab_size"]
-        vocabulary = f"{config['draft_vocab_size']} of {config['vocab_size']} tokens" if reduced else "the target's"
+        whole = f"the target's, all {config['vocab_size']} tokens"
+        vocabulary = f"{config['draft_vocab_size']} of {config['vocab_size']} tokens" if reduced else whole
         norms = [name for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if config[name]]
         rope = config["rope_parameters"]
         rows += [
@@ -163,8 +167,42 @@ def as_text(content: dict[str, Any]) -> str:
         verdict = f"takes {what}" if engine["takes"] else f"does not take {what}"
         engines.append(f"{name}: {verdict}" + ("" if engine["takes"] or more else " (for the problems above)"))
         engines += [f"  {text}" for text in more]
+        if (needs := engine.get("needs")) and name == "peagle":
+            engines += [f"  {text}" for text in needs_text(needs, config)]
     vllm = content["engines"]["vllm"]
     engines.append(f"  needs {vllm['needs']}; {vllm['installed'] or 'none'} is installed here")
     engines += [f"  {p['versions']}: {p['what']}; {p['instead']}" for p in vllm["known"]]
     lines.append("\n".join(engines))
     return "\n\n".join(lines)
+
+
+def needs_text(needs: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """What our engine needs, a line each, from `peagle_needs` and the head's config."""
+    trained = needs["num_speculative_tokens"]["trained"]
+    beyond = "; more drafts are seldom accepted" if config["kind"] == "p-eagle" else ""
+    known = "the head does not say what it was trained for" if trained is None else f"trained for {trained}{beyond}"
+    lines = [f"num_speculative_tokens: 1 or more; {known}"]
+    head, target, here = needs["weights"]["head"], needs["weights"]["target"], needs["here"]
+    for device, where in (("gpu", "a GPU"), ("cpu", "a CPU, in float32")):
+        sizes = f"{human_size(head[f'{device}_bytes'])} the head"
+        if target is not None:
+            sizes = f"{human_size(target[f'{device}_bytes'])} the target, {sizes}"
+        lines.append(f"weights on {where}: about {sizes}")
+    if needs["target_quantized"] is not None:
+        lines.append(f"the target is stored in {needs['target_quantized']}: less where it stays so")
+    if here["fits"] is not None:
+        fits = "they fit" if here["fits"] else "they do not fit"
+        lines.append(f"here, on a {here['device'].upper()}, {human_size(here['available_bytes'])} are free: {fits}")
+    vocabulary = needs["draft_vocabulary"]
+    if vocabulary is not None and vocabulary["problem"] is not None:
+        lines.append(f"draft_vocabulary.json cannot be used: {vocabulary['problem']}")
+    elif vocabulary is not None:
+        share = vocabulary["coverage"]
+        covered = "" if share is None else f", {share:.1%} of what stood in the answers"
+        lines.append(
+            f"draft_vocabulary.json: {vocabulary['listed']} of {config['vocab_size']} tokens{covered}; a CPU drafts "
+            "from them"
+        )
+    elif config["draft_vocab_size"] == config["vocab_size"]:
+        lines.append("draft_vocabulary.json: none; a CPU drafts from the whole vocabulary")
+    return lines

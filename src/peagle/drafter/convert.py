@@ -1,7 +1,9 @@
-"""A head from one layout to the other, without loss: every tensor keeps its bits, only names and the config change."""
+"""A head from one layout to the other, without loss: every tensor keeps its bits, only names and the config change, and
+the config comes back as it was."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -13,14 +15,15 @@ from torch import Tensor
 
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.facts import named_target
-from peagle.drafter.layouts import Layout, config_json, module_name
-from peagle.drafter.loading import load_drafter, read_config, read_json, read_tensors, resolve_head
+from peagle.drafter.layouts import Layout, config_json, config_layout, module_name, parse_config
+from peagle.drafter.loading import load_drafter, read_json, read_tensors, resolve_head
 from peagle.drafter.saving import t2d_of, write_files
 from peagle.errors import InputError
 from peagle.work_folder import work_folder
 
 # Files that belong to a head in any layout and are not copied: they are written anew.
 WRITTEN = {"config.json", "model.safetensors", "model.safetensors.index.json"}
+SOURCE = "peagle_source_config"  # in a converted config.json: the config in the other layout that it was made from
 
 
 def layout_name(name: str, layout: Layout) -> str:
@@ -67,24 +70,72 @@ def convert_head(
         raise InputError(f"output: {final} is the head itself, expected another folder")
     loaded = load_drafter(source)
     raw = read_json(source / "config.json")
-    config = replace(read_config(source), own_embed_tokens=loaded.config.own_embed_tokens, dtype=loaded.config.dtype)
-    tensors = converted_tensors(read_tensors(source), layout, config)
+    tensors = converted_tensors(read_tensors(source), layout, loaded.config)
+    written = converted_config(raw, layout, loaded.config.dtype)
     del loaded
     with work_folder(final, f"output: {final} cannot be written") as work:
         for file in sorted(source.iterdir()):
             if file.is_file() and file.name not in WRITTEN and file.suffix != ".safetensors":
                 shutil.copyfile(file, work / file.name)
-        write_files(work, tensors, converted_config(raw, config_json(config, layout, named_target(raw))))
+        write_files(work, tensors, written)
         os.chmod(work, 0o755)
         put_in_place(work, final)
     return final
 
 
-def converted_config(raw: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
-    """The new config with what the old one says of the target and its makers beyond what a head needs."""
-    if "speculators_config" in written and isinstance(raw.get("speculators_config"), dict):
-        written["speculators_config"] |= raw["speculators_config"]
-    return written
+def converted_config(raw: dict[str, Any], layout: Layout, dtype: str) -> dict[str, Any]:
+    """`config.json` in a layout, from a valid one in either; dtype is the tensors', by torch's name.
+
+    Nothing is lost of what the other layout has no key for: where the new config does not say it all, the old one lies
+    whole in it as `SOURCE`, which readers of heads ignore, and comes back on the way back, with what has been changed
+    in between. In its own layout a config stays as it is.
+    """
+    before = config_layout(raw)
+    if before == layout:
+        return raw
+    written = in_layout(raw, layout, dtype)
+    back = in_layout(written, before, dtype)
+    source = raw.get(SOURCE)
+    if isinstance(source, dict) and understood(source) is not None and config_layout(source) == layout:
+        restored = with_changes(source, in_layout(source, layout, dtype), written)
+        # keys of other makers that mean the same may hide a change: then only what is read comes over
+        if understood(restored) == understood(raw):
+            written, back = restored, converted_config(restored, before, dtype)
+    return written if same_json(back, raw) else {**written, SOURCE: raw}
+
+
+def in_layout(raw: dict[str, Any], layout: Layout, dtype: str) -> dict[str, Any]:
+    """What a config in either layout says of a head, in a layout, and nothing else."""
+    return config_json(replace(parse_config(raw), dtype=dtype), layout, named_target(raw))
+
+
+def understood(raw: dict[str, Any]) -> tuple[DrafterConfig, str] | None:
+    """What is read of a config; None where it is not one."""
+    try:
+        return parse_config(raw), named_target(raw)
+    except (InputError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+
+
+def with_changes(source: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """`source` with the changes that lead from `before` to `after`, in objects within it too."""
+    result = dict(source)
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict) and isinstance(source.get(key), dict):
+            result[key] = with_changes(source[key], old, new)
+        elif key in after:
+            result[key] = new
+        else:
+            result.pop(key, None)
+    return result
+
+
+def same_json(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two objects are written alike, 1 and 1.0 told apart; the order of keys is free."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
 def any_content(path: Path) -> bool:

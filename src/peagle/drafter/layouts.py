@@ -101,6 +101,7 @@ def parse_config(raw: dict[str, Any]) -> DrafterConfig:
         norm_output=bool(raw.get("norm_output", layer.get("norm_output", False))),
         mask_token_id=mask,
         k_train=k_train,
+        max_train_length=own.get("max_train_length"),
     )
 
 
@@ -131,6 +132,11 @@ def layer_config(config: DrafterConfig) -> dict[str, Any]:
     return keys
 
 
+def config_layout(raw: dict[str, Any]) -> Layout:
+    """The layout of a `config.json`, right or wrong."""
+    return "native" if raw.get("speculators_model_type") is None else "speculators"
+
+
 def config_json(config: DrafterConfig, layout: Layout, target_name: str = "") -> dict[str, Any]:
     """`config.json` of a head in one of the two layouts."""
     common: dict[str, Any] = {
@@ -145,13 +151,19 @@ def config_json(config: DrafterConfig, layout: Layout, target_name: str = "") ->
     }
     if config.aux_hidden_state_layer_ids:
         common["eagle_aux_hidden_state_layer_ids"] = list(config.aux_hidden_state_layer_ids)
-    own = {"k_train": config.k_train, "target": target_name}
+    own: dict[str, Any] = {"k_train": config.k_train, "target": target_name}
+    if config.max_train_length is not None:
+        own["max_train_length"] = config.max_train_length
     if layout == "native":
         raw = {"architectures": [NATIVE_ARCHITECTURE], **layer_config(config), **common, "peagle": own}
         if config.kind == "p-eagle":
             raw |= {"parallel_drafting": True, "ptd_token_id": config.mask_token_id}
         return raw
     name = "peagle" if config.kind == "p-eagle" else "eagle3"
+    # an unknown depth is not invented: beside a target vLLM takes that of its --speculative-config
+    method: dict[str, Any] = {"proposal_type": "greedy"}
+    if config.k_train is not None:
+        method["speculative_tokens"] = config.k_train
     # vLLM reads these two of a peagle head from the layer config only
     norms = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
     raw = {
@@ -162,7 +174,7 @@ def config_json(config: DrafterConfig, layout: Layout, target_name: str = "") ->
         "speculators_config": {
             "algorithm": name,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.k_train or 5}],
+            "proposal_methods": [method],
             "verifier": {"name_or_path": target_name, "architectures": []},
         },
         **common,
