@@ -17,12 +17,23 @@ speculation() { # METHOD K
   [ "$1" = p-eagle ] && head=$p_eagle parallel=',"parallel_drafting":true'
   echo "{\"method\":\"eagle3\",\"model\":\"$head\",\"num_speculative_tokens\":$2$parallel}"
 }
-start() { # NAME PORT COMMAND..
-  local name=$1 port=$2
-  shift 2
-  "$@" --port "$port" --served-model-name target --dtype bfloat16 --max-model-len 2048 --max-num-seqs 64 \
-    --stream-interval 20 --no-enable-prefix-caching >"$output/server-$name.log" 2>&1 &
+started=() # labels of the report, each with its server's command line
+label() { # ENGINE METHOD K
+  case $2 in
+    none) echo "no speculation in $1" ;;
+    eagle3) echo "EAGLE-3 K=$3 in $1" ;;
+    p-eagle) echo "P-EAGLE K=$3 in $1" ;;
+  esac
+}
+start() { # ENGINE METHOD K PORT COMMAND..
+  local name=$1-$2-$3 label port=$4
+  label=$(label "$1" "$2" "$3")
+  shift 4
+  set -- "$@" --port "$port" --served-model-name target --dtype bfloat16 --max-model-len 2048 --max-num-seqs 64 \
+    --stream-interval 20 --no-enable-prefix-caching
+  "$@" >"$output/server-$name.log" 2>&1 &
   pids+=($!)
+  started+=("$label" "${*@Q}")
 }
 endpoints=()
 port=9000
@@ -30,12 +41,12 @@ both() { # METHOD K
   local flags=()
   [ "$1" = none ] || flags=(--speculative-config "$(speculation "$1" "$2")")
   # shellcheck disable=SC2086  # commands of several words
-  start "ours-$1-$2" "$port" $peagle serve "$target" --num-kv-blocks 9000 "${flags[@]}"
+  start ours "$1" "$2" "$port" $peagle serve "$target" --num-kv-blocks 9000 "${flags[@]}"
   # shellcheck disable=SC2086
-  start "vllm-$1-$2" $((port + 1)) $vllm serve "$target" --kv-cache-memory-bytes 3500000000 --gpu-memory-utilization 0.5 \
-    --async-scheduling "${flags[@]}"
+  start stock-vllm "$1" "$2" $((port + 1)) $vllm serve "$target" --kv-cache-memory-bytes 3500000000 \
+    --gpu-memory-utilization 0.5 --async-scheduling "${flags[@]}"
   endpoints+=(--endpoint "http://localhost:$port,name=ours,method=$1,k=$2,model=target,api=completions")
-  endpoints+=(--endpoint "http://localhost:$((port + 1)),name=vllm,method=$1,k=$2,model=target,api=completions")
+  endpoints+=(--endpoint "http://localhost:$((port + 1)),name=stock-vllm,method=$1,k=$2,model=target,api=completions")
   port=$((port + 2))
 }
 both none 0
@@ -45,7 +56,10 @@ for ((p = 9000; p < port; p++)); do
   for _ in $(seq 300); do curl -sf -o /dev/null "localhost:$p/health" && break; sleep 1; done
   curl -sf -o /dev/null "localhost:$p/health" || { echo "port $p: no server (see $output/server-*.log)" >&2; exit 1; }
 done
+python3 -c 'import json, sys; print(json.dumps(dict(zip(sys.argv[1::2], sys.argv[2::2])), indent=2))' "${started[@]}" \
+  >"$output/commands.json"
 for set in mt_bench=mt_bench.jsonl humaneval=HumanEval.jsonl.gz; do
-  $peagle bench "$target" "${endpoints[@]}" --workload "${set%%=*}=$prompts/${set#*=}" --prompts-per-user 2 --k 3,5,7 \
-    --concurrency 1,2,4,8,16,32,64 --max-tokens 256 --max-model-len 2048 --dtype bfloat16 --output "$output/${set%%=*}"
+  $peagle bench "$target" "${endpoints[@]}" --workload "${set%%=*}=$prompts/${set#*=}" --prompts-per-user 2 \
+    --concurrency 1,2,4,8,16,32,64 --max-tokens 256 --max-model-len 2048 --dtype bfloat16 \
+    --server-commands "$output/commands.json" --output "$output/${set%%=*}"
 done

@@ -13,6 +13,21 @@ from typing import Any
 
 # How it may answer: in full, or as its name says.
 BEHAVIOURS = ("ok", "http_500", "stall", "slow", "error_event", "cut_off", "no_usage", "not_json", "drop", "empty")
+# Events of another shape than the API's, each in place of a whole answer; and usages behind a whole answer.
+ODD_EVENTS: dict[str, Any] = {
+    "text_for_delta": {"choices": [{"delta": "hello"}]},
+    "text_for_choice": {"choices": ["hello"]},
+    "object_for_choices": {"choices": {"delta": {}}},
+    "number_for_text": {"choices": [{"delta": {"content": 5}}]},
+    "texts_for_ids": {"choices": [{"delta": {"content": "a"}, "token_ids": ["a"]}]},
+    "text_for_usage": {"choices": [], "usage": "3 tokens"},
+}
+ODD_USAGES: dict[str, Any] = {
+    "usage_without_answer": {"prompt_tokens": 5},
+    "usage_of_nothing": {"prompt_tokens": 5, "completion_tokens": 0},
+    "usage_in_words": {"prompt_tokens": 5, "completion_tokens": "three"},
+    "prompt_in_words": {"prompt_tokens": "five", "completion_tokens": 3},
+}
 
 
 @dataclass
@@ -27,6 +42,7 @@ class FakeServer:
     chat_only: bool = False
     with_metrics: bool = True
     can_reset: bool = False
+    version: str = "1.2.3"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
     resets: int = 0
@@ -78,7 +94,7 @@ def handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             if self.path == "/v1/models":
                 self.answer(200, json.dumps({"data": [{"id": "fake", "max_model_len": 512}]}))
             elif self.path == "/version":
-                self.answer(200, '{"version": "1.2.3"}')
+                self.answer(200, json.dumps({"version": server.version}))
             elif self.path == "/health":
                 self.answer(200, "")
             elif self.path == "/metrics" and server.with_metrics:
@@ -128,6 +144,10 @@ def handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             if behaviour == "empty":
                 self.event("[DONE]")
                 return
+            if behaviour in ODD_EVENTS:
+                self.event(ODD_EVENTS[behaviour])
+                self.event("[DONE]")
+                return
             for index, word in enumerate(server.tokens):
                 if index and behaviour == "stall":
                     time.sleep(1.5)
@@ -144,7 +164,8 @@ def handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             piece = {"delta": {}} if chat else {"text": ""}
             self.event({"choices": [{"index": 0, **piece, "finish_reason": "stop"}]})
             if behaviour != "no_usage":
-                usage = {"prompt_tokens": 5, "completion_tokens": len(server.tokens)}
+                whole = {"prompt_tokens": 5, "completion_tokens": len(server.tokens)}
+                usage = ODD_USAGES.get(behaviour, whole)
                 self.event({"choices": [], "usage": usage})
             self.event("[DONE]")
 

@@ -17,7 +17,7 @@ from peagle.client.server_facts import read_server, root_url
 from peagle.client.sse import EventBuffer
 from peagle.data.prompts import make_prompt
 from peagle.errors import InputError
-from tests.bench.fake_server import FakeServer, fake_server
+from tests.bench.fake_server import ODD_EVENTS, ODD_USAGES, FakeServer, fake_server
 
 
 def conversations(*turns: list[str]) -> Workload:
@@ -88,6 +88,21 @@ def test_a_failure_is_recorded_with_its_words_and_in_no_average(behaviour, failu
     assert lists["output_lens"] == [3, 0, 3]
     assert [bool(error) for error in lists["errors"]] == [False, True, False]
     assert lists["errors"][1].startswith(f"{failure}: ")
+
+
+@pytest.mark.parametrize("behaviour", [*ODD_EVENTS, *ODD_USAGES])
+def test_what_is_not_the_api_is_a_failed_request(behaviour):
+    with fake_server(behave=("ok", behaviour, "ok")) as server:
+        run = load(server, conversations(["a"], ["b"], ["c"]))
+    assert [r.failure for r in run.records] == [None, "stream", None]
+    words = "usage" if behaviour in ODD_USAGES or behaviour == "text_for_usage" else "another shape than the API's"
+    assert words in run.records[1].error
+
+
+def test_an_answer_without_a_token():
+    with fake_server(tokens=()) as server:  # it ends at once, and the server counts nothing
+        run = load(server, conversations(["a"]))
+    assert (run.failures, run.records[0].output_tokens) == ({}, 0)
 
 
 def test_http_error_keeps_the_body():

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results.add_run(run | {"head_paths": {"p-eagle": "heads/p"}, "workload_sources": {"mt_bench": "f.jsonl"}})
     for key, arm in made_up_arms((1, 2, 16)).items():
         results.add_arm(key, arm)
-    results.add_failed_start("P-EAGLE K=9 in vllm", "the server ended with status 1\n  | CUDA out of memory")
+    results.add_failed_start("P-EAGLE K=9 in vllm", "the server ended with status 1\n  | CUDA out of memory", ["a"])
     text = write_report(results, [], out)
     assert "report: " in text
     return out
@@ -120,7 +120,7 @@ def test_a_single_method_and_points_without_drafts():
 
 def test_nothing_to_report(tmp_path):
     results = open_results(tmp_path / "results.jsonl", {"target": "t"})
-    results.add_failed_start("vllm", "no memory")
+    results.add_failed_start("vllm", "no memory", ["vllm"])
     with pytest.raises(InputError, match=r"(?s)no measurement to report.*vllm: no memory"):
         write_report(results, [], tmp_path)
 

@@ -27,29 +27,38 @@ from peagle.bench.time_left import TimeLeft, duration
 from peagle.bench.vllm_json import read_vllm_results
 from peagle.errors import InputError
 
+RUN: dict[str, Any] = {"date": "2026-01-01", "command": "c", "machine": {}, "head_paths": {}, "workload_sources": {}}
 SETTINGS = {"target": "t", "heads": {"p-eagle": "abc"}, "workloads": {"w": "123"}, "max_tokens": 8}
 
 
 def test_a_file_is_continued(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
     results = open_results(path, SETTINGS)
-    results.add_run({"command": "one", "heads": {"eagle3": "def"}, "workloads": {"v": "456"}})
-    results.add_arm("a", {"engine": "peagle", "duration": 1.5})
-    results.add_failed_start("vllm", "no memory")
+    results.add_run(RUN | {"heads": {"eagle3": "def"}, "workloads": {"v": "456"}})
+    results.add_arm("a", arm("none", 0, 1, 5))
+    results.add_failed_start("vllm", "no memory", ["b", "c"])
     with open(path, "a") as file:
         file.write('{"type":"arm","key":"b","du')  # killed while writing
     again = open_results(path, SETTINGS | {"workloads": {"v": "456", "new": "789"}})
     assert list(again.arms) == ["a"]
-    assert again.failed_starts == {"vllm": "no memory"}
+    assert again.failed_starts == {"vllm (b, c)": "no memory"}
     assert again.settings["heads"] == {"p-eagle": "abc", "eagle3": "def"}
-    again.add_run({"command": "two"})
-    again.started("vllm")
-    again.add_arm("b", {"engine": "vllm"})
+    again.add_run(RUN)
+    again.add_arm("b", arm("none", 0, 1, 5, engine="vllm"))
     last = read_results(path)
     assert list(last.arms) == ["a", "b"]
     assert [arm["run"] for arm in last.arms.values()] == [0, 1]
-    assert not last.failed_starts
+    assert last.failed_starts == {"vllm (c)": "no memory"}  # another arm of the setup does not excuse this one
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_failed_starts_of_earlier_versions(tmp_path):
+    path = tmp_path / "results.jsonl"
+    open_results(path, SETTINGS)
+    with open(path, "a") as file:
+        file.write('{"type":"failed_start","setup":"a","error":"x"}\n{"type":"failed_start","setup":"b","error":"y"}\n')
+        file.write('{"type":"started","setup":"a"}\n')
+    assert read_results(path).failed_starts == {"b": "y"}
 
 
 def test_other_settings_are_refused_by_name(tmp_path):
@@ -77,6 +86,40 @@ def test_what_is_no_results_file(tmp_path, content, words):
         read_results(path)
     path.write_text('{"type":"head","format":"peagle-bench","version":1,"settings":{}}\n{"type":"other"}\n')
     with pytest.raises(InputError, match=":2: unknown line type 'other'"):
+        read_results(path)
+
+
+HEAD: dict[str, Any] = {"type": "head", "format": "peagle-bench", "version": 1, "settings": {}}
+SPEC = {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 1, "accepted_per_pos": [1, 0],
+        "drafts_per_pos": [1, 1]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (None, ":1: head: settings: missing, expected an object"),
+        ({"type": "arm"}, ":2: arm: key: missing, expected a text"),
+        ({"type": "arm", "k": "x"}, ":2: arm: k: got 'x', expected a whole number"),
+        ({"type": "arm", "output_throughput": "fast"}, ":2: arm: output_throughput: got 'fast', expected a number"),
+        ({"type": "arm", "median_ttft_ms": []}, ":2: arm: median_ttft_ms: got '\\[\\]', expected a number"),
+        ({"type": "arm", "method": ["none"]}, ":2: arm: method: .*, expected one of none, eagle3, p-eagle, endpoint"),
+        ({"type": "arm", "failures": {"http": "1"}}, ":2: arm: failures: .*, expected an object of whole numbers"),
+        ({"type": "arm", "answers": [[0, 0]]}, ":2: arm: answers: .*, expected a list of "),
+        ({"type": "arm", "spec": {**SPEC, "num_drafts": None}}, ":2: spec: num_drafts: got 'None', expected a whole"),
+        ({"type": "arm", "check": {"num_answers": 1}}, ":2: check: num_equal: missing"),
+        ({"type": "run", "command": "x"}, ":2: run: date: missing, expected a text"),
+        ({"type": "failed_start", "error": "x"}, ":2: failed_start: setup: missing"),
+        ({"type": "server_commands", "commands": {"a": 1}}, ":2: server_commands: commands: .*, expected an object of"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_line_and_field(tmp_path, line, words):
+    path = tmp_path / "results.jsonl"
+    if line is None:
+        path.write_text(json.dumps({k: v for k, v in HEAD.items() if k != "settings"}) + "\n")
+    else:
+        whole = arm("p-eagle", 2, 1, 5, key="a", spec=SPEC) if line["type"] == "arm" and len(line) > 1 else {}
+        path.write_text(json.dumps(HEAD) + "\n" + json.dumps(whole | line) + "\n")
+    with pytest.raises(InputError, match=f"{path}{words}"):
         read_results(path)
 
 
@@ -132,11 +175,10 @@ def test_best_against_best_by_hand():
         *(arm("eagle3", 3, 1, rate) for rate in (15, 15.3, 14.7)),
         *(arm("eagle3", 7, 1, rate) for rate in (12, 12, 12)),
         *(arm("p-eagle", 3, 1, rate) for rate in (16, 15.2, 15.6)),
-        *(arm("p-eagle", 7, 1, rate) for rate in (30, 30, 30)),
+        arm("p-eagle", 7, 1, 30, failed=1, failures={"stall": 1}, errors=["", "stall: nothing came for 2 s"]),
         arm("none", 0, 4, 30),
         arm("p-eagle", 7, 4, 45),
     ]
-    arms[-3] |= {"failed": 1, "failures": {"stall": 1}, "errors": ["", "stall: nothing came for 2 s"]}
     points = points_of(arms)
     assert panels(points) == [("w", "peagle")]
     chosen = best(points, "peagle", "w", "p-eagle", 1)
@@ -157,8 +199,9 @@ def test_best_against_best_by_hand():
     assert (single.verdict, single.resolution) == ("single runs: spread not known", None)
     assert ratio(points, "peagle", "w", "p-eagle", "eagle3", 4) is None
     table = best_table(points, "w", "peagle")
-    assert table.rows[0][:4] == ("1", "10.0", "15.0 (K=3)", "15.6 (K=3)")
+    assert table.rows[0][:4] == ("1", "10.0", "15.0 (K=3)", "15.6 (K=3); K=7 left out: 1 failed")
     assert "P-EAGLE 1.04× EAGLE-3 (inside the spread)" in headlines(points)[0]
+    assert headlines(points)[0].endswith("; P-EAGLE K=7 left out: 1 failed")
     failures = failure_table(arms)
     assert failures is not None
     assert failures.rows == [("w · P-EAGLE K=7 in peagle · C=1", "4", "1 stall", "stall: nothing came for 2 s")]
@@ -247,6 +290,40 @@ def test_results_that_cannot_be_added(tmp_path, content, options, words):
     path.write_text(json.dumps(content))
     with pytest.raises(InputError, match=words):
         read_vllm_results(f"{path}{options}")
+
+
+@pytest.mark.parametrize(
+    ("more", "failed"),
+    [
+        ({}, 0),
+        ({"failed": 3}, 3),
+        ({"failed": None, "completed": 50}, 30),
+        ({"failed": None, "errors": ["", "boom"] * 40}, 40),
+        ({"failed": 2, "completed": 75, "errors": ["boom", None]}, 5),
+    ],
+)
+def test_failed_requests_of_versions_that_do_not_say(tmp_path, more, failed):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(VLLM | more))
+    (added,) = read_vllm_results(f"{path}:method=p-eagle:k=3:workload=w")
+    assert added["failed"] == failed
+    assert (best(points_of([added]), "vllm-bench-serve", "w", "p-eagle", 4) is None) == bool(failed)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"output_throughput": "fast"}, "result: output_throughput: got 'fast', expected a number"),
+        ({"completed": 1.5}, "result: completed: got '1.5', expected a whole number"),
+        ({"median_tpot_ms": "8 ms"}, "result: median_tpot_ms: got '8 ms', expected a number"),
+        ({"failed": "no"}, "result: failed: got 'no', expected a whole number"),
+    ],
+)
+def test_results_with_a_wrong_field(tmp_path, more, words):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(VLLM | more))
+    with pytest.raises(InputError, match=f"--add {path}: {words}"):
+        read_vllm_results(f"{path}:method=none:workload=w")
 
 
 def test_no_file_to_add(tmp_path):

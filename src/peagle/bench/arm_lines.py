@@ -16,14 +16,18 @@ from peagle.target.model import Target
 
 
 def arm_content(arm: Arm, num_prompts: int, run: Run, detailed: bool) -> dict[str, Any]:
-    """An arm as JSON: what it is, `vllm bench serve`'s fields, and what that has no field for."""
+    """An arm as JSON: what it is, `vllm bench serve`'s fields, and what that has no field for. model_id and
+    tokenizer_id are the backend's to tell."""
     return {
         **arm.to_dict(),
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "backend": arm.setup.engine,
         "label": arm.setup.label,
+        "model_id": None,
+        "tokenizer_id": None,
         "num_prompts": num_prompts,
         "request_rate": "inf",
+        "burstiness": 1.0,  # what vLLM's writes where requests do not arrive at random times
         "max_concurrency": arm.concurrency,
         **serving_metrics(run),
         "num_skipped": run.num_skipped,
@@ -40,7 +44,11 @@ def check_line(line: dict[str, Any], arm: Arm, run: Run, results: ResultsFile, t
     A plain arm that answers more than those before it keeps its answers, for others to be compared with, and the first
     such arm is compared with another engine's. target: the loaded model, for logit gaps.
     """
-    stored = [other for other in results.arms.values() if other.get("answers") and other["workload"] == arm.workload]
+    stored = [
+        other
+        for key, other in results.arms.items()
+        if key != arm.key and other.get("answers") and other["workload"] == arm.workload  # an arm may be measured again
+    ]
     own = [other for other in stored if other["engine"] == arm.setup.engine]
     answers = answers_of(run)
     covering = [other for other in own if len(other["answers"]) >= len(answers)]

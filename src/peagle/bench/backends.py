@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import peagle
 from peagle.bench import endpoints, server_commands
-from peagle.bench.arms import GivenEndpoint, Setup
+from peagle.bench.arms import ENGINES, GivenEndpoint, Setup
 from peagle.bench.conversations import Chat
 from peagle.bench.counters import cache_between, spec_between
+from peagle.bench.identity import prefix_caching
 from peagle.bench.in_process import run_in_process
 from peagle.bench.load_client import Endpoint, OnRecord, Sampling, run_load
 from peagle.bench.questions import Questions
@@ -58,7 +60,10 @@ class RunSettings:
     api_key: str | None = field(default=None, repr=False)
 
     def synthetic(self, setup: Setup) -> bool:
-        """Whether drafts are accepted whatever they are, so that what comes out is no answer."""
+        """Whether drafts are accepted whatever they are, so that what comes out is no answer. Only engines that are
+        loaded or started here are told so; an endpoint drafts as it was started."""
+        if setup.engine not in ENGINES:
+            return False
         further = self.speculative_args.get(setup.method, {})
         return further.get("rejection_sample_method", "standard") == "synthetic"
 
@@ -82,7 +87,8 @@ class Backend(Protocol):
 
 
 class InProcess:
-    """This project's engine. Built anew for every setup, so that nothing of another one is left in it."""
+    """This project's engine. Built anew for every setup, and for every arm where it caches prefixes, so that nothing of
+    another one is left in it."""
 
     def __init__(self, setup: Setup, settings: RunSettings, target: Target) -> None:
         from peagle.config.engine import EngineConfig
@@ -101,16 +107,21 @@ class InProcess:
         self.chat = Chat(target) if target.tokenizer is not None else None
         self.target: Target | None = target
         self.sampling = settings.sampling
-        self.caching = bool(config["enable_prefix_caching"])
         dtype = str(target.dtype).removeprefix("torch.")
         self.command = f"in process: {setup.label}, {dtype} on {target.device}, {config}"
-        self.facts = {"dtype": dtype, "device": str(target.device)}
+        self.facts = {
+            "model": settings.target,
+            "tokenizer": settings.target if target.tokenizer is not None else None,
+            "version": peagle.__version__,
+            "dtype": dtype,
+            "device": str(target.device),
+        }
 
     def questions(self, workload: Workload, max_tokens: int, first_turns: bool = False) -> Questions:
         return Questions(workload, self.chat, max_tokens, self.engine.max_model_len, first_turns)
 
     def reset_cache(self) -> str | None:
-        return "the prefix cache was on and not emptied between arms" if self.caching else None
+        return None  # off, or as new: `Backends.needs_fresh`, and prompts of the warm-up are not measured
 
     def run(self, questions: Questions, concurrency: int, on_record: OnRecord | None, limit: int | None = None) -> Run:
         return run_in_process(self.engine, questions, concurrency, self.sampling, on_record, limit)
@@ -118,7 +129,7 @@ class InProcess:
 
 class OverHttp:
     """A server, whoever runs it. chat: makes token ids of prompts; None sends messages. own: started here, with its
-    prefix cache off or fresh."""
+    prefix cache off, or as new but for the warm-up's prompts, which are not measured."""
 
     target: Target | None = None
 
@@ -127,7 +138,8 @@ class OverHttp:
         self.endpoint, self.chat, self.sampling = endpoint, chat, sampling
         self.max_model_len = told.max_model_len
         self.command, self.own = command, own
-        self.facts: dict[str, Any] = {"model": endpoint.model, "version": told.version}
+        tokenizer = chat.name if chat is not None else None
+        self.facts: dict[str, Any] = {"model": endpoint.model, "tokenizer": tokenizer, "version": told.version}
 
     def questions(self, workload: Workload, max_tokens: int, first_turns: bool = False) -> Questions:
         return Questions(workload, self.chat, max_tokens, self.max_model_len, first_turns)
@@ -224,10 +236,9 @@ class Backends:
             endpoint = self._endpoint(url, model, False, None, True)
             yield OverHttp(endpoint, self.chat, s.sampling, shlex.join(command), True)
 
-    def needs_fresh_server(self, setup: Setup) -> bool:
-        """A server started here whose own flags turn prefix caching on is started anew for every arm."""
-        args = {"peagle-serve": self.settings.serve_args, "vllm": self.settings.vllm_args}.get(setup.engine, ())
-        return setup not in self.given and server_commands.caches_prefixes(args)
+    def needs_fresh(self, setup: Setup) -> bool:
+        """Engines that are loaded or started here are made anew for every arm where they cache prefixes."""
+        return setup.engine in ENGINES and prefix_caching(self.settings, setup.engine)
 
 
 def same_dtype(dtype: str, text: TargetText, device: str | None) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from peagle.bench.arms import Arm, GivenEndpoint, Setup, plan_arms
 from peagle.bench.backends import Backends, RunSettings
-from peagle.bench.results_file import GROWING, ResultsFile, open_results
+from peagle.bench.identity import chosen_device, settings_of
+from peagle.bench.line_checks import GROWING
+from peagle.bench.results_file import ResultsFile, open_results
 from peagle.bench.sweep import Screen, Sweep, SweepOptions
 from peagle.bench.workloads import Workload
 from peagle.client.server_facts import read_server
@@ -24,7 +24,8 @@ RESULTS = "results.jsonl"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured. output: the folder for results, logs and report. command: as the user typed it."""
+    """What is to be measured. output: the folder for results, logs and report. command: as the user typed it.
+    server_commands: of endpoints, by name or label, for the report."""
 
     setups: Sequence[Setup]
     workloads: Sequence[Workload]
@@ -37,6 +38,7 @@ class Plan:
     output: Path
     command: str
     retry_failed: bool = False
+    server_commands: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def arms(self) -> list[Arm]:
@@ -101,56 +103,32 @@ def _check_vllm(plan: Plan, text: TargetText | None) -> list[str]:
 
 def run_plan(plan: Plan, text: TargetText | None, screen: Screen) -> ResultsFile:
     """Measure what is not in the folder's results yet, and what failed there if that is to be tried again."""
-    results = open_results(plan.output / RESULTS, settings_of(plan))
-    if plan.retry_failed:
-        results.arms = {key: arm for key, arm in results.arms.items() if not arm["failed"]}
+    settings = settings_of(plan)
+    results = open_results(plan.output / RESULTS, settings)
+    again = {arm.key for arm in plan.arms if plan.retry_failed and results.arms.get(arm.key, {}).get("failed")}
     backends = Backends(plan.settings, text, plan.given, plan.output / "logs")
-    waiting = [arm for arm in plan.arms if arm.key not in results.arms]
-    if waiting or not results.runs:
-        results.add_run(run_facts(plan))
+    if again or not results.runs or any(arm.key not in results.arms for arm in plan.arms):
+        results.add_run(run_facts(plan, settings))
+    results.add_server_commands(plan.server_commands)
     by_name = {workload.name: workload for workload in plan.workloads}
-    Sweep(by_name, backends, results, plan.options, screen).run(plan.arms)
+    Sweep(by_name, backends, results, plan.options, screen, again).run(plan.arms)
     return results
 
 
-def settings_of(plan: Plan) -> dict[str, Any]:
-    """Settings that decide what is measured: results of others are not continued."""
-    s = plan.settings
-    engine_args = {"peagle": dict(s.engine_args), "peagle-serve": list(s.serve_args), "vllm": list(s.vllm_args)}
-    used = {setup.engine for setup in plan.setups}
-    return {
-        "target": s.target,
-        "heads": {method: head_fingerprint(head) for method, head in s.heads.items()},
-        "workloads": {workload.name: workload.fingerprint for workload in plan.workloads},
-        "max_tokens": plan.options.max_tokens,
-        "prompts_per_user": plan.options.prompts_per_user,
-        "temperature": s.sampling.temperature,
-        "seed": s.sampling.seed,
-        "dtype": s.dtype,
-        "device": s.device,
-        "max_num_seqs": s.max_num_seqs,
-        "max_model_len": s.max_model_len,
-        "speculative_args": {method: dict(further) for method, further in s.speculative_args.items()},
-        "engines": {engine: args for engine, args in engine_args.items() if engine in used},
-        "extra_body": dict(s.extra_body),
-    }
+def not_measured(plan: Plan, results: ResultsFile) -> list[Arm]:
+    """Arms of the plan that the results hold no line of."""
+    return [arm for arm in plan.arms if arm.key not in results.arms]
 
 
-def run_facts(plan: Plan) -> dict[str, Any]:
-    """One invocation: when, with which command, on what."""
+def run_facts(plan: Plan, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """One invocation: when, with which command, on what. settings: what `settings_of` the plan gave."""
     import torch
 
     from peagle.bench.machine import machine_facts
 
-    settings = settings_of(plan)
-    device = torch.device(plan.settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    machine = machine_facts(device, torch.float32)
-    machine["dtype"] = plan.settings.dtype
-    if any(setup.engine == "vllm" for setup in plan.setups):
-        from peagle.vllm.serve import find_vllm
-
-        installed = find_vllm()
-        machine["vllm"] = installed.version if installed is not None else None
+    settings = settings_of(plan) if settings is None else settings
+    machine = machine_facts(chosen_device(plan.settings.device), torch.float32)
+    machine |= {"dtype": plan.settings.dtype, **settings["versions"]}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": plan.command,
@@ -159,16 +137,3 @@ def run_facts(plan: Plan) -> dict[str, Any]:
         "head_paths": dict(plan.settings.heads),
         "workload_sources": {workload.name: workload.source for workload in plan.workloads},
     }
-
-
-def head_fingerprint(head: str) -> str:
-    """Of a folder: its config, and the size and first MiB of its weights; of a Hub id: the id."""
-    folder = Path(head).expanduser()
-    if not folder.is_dir():
-        return head
-    digest = hashlib.sha256()
-    for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
-        digest.update(json.dumps([file.name, file.stat().st_size]).encode())
-        with open(file, "rb") as opened:
-            digest.update(opened.read(1 << 20))
-    return digest.hexdigest()[:16]

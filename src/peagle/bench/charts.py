@@ -171,8 +171,11 @@ def overview_chart(points: Sequence[Point]) -> Figure:
 
 
 def acceptance_chart(points: Sequence[Point], workload: str, engine: str) -> Figure | None:
-    """Joint and conditional acceptance by position, each head at its largest K; None without drafts."""
-    drafting = [p for p in points if (p.workload, p.setup.engine) == (workload, engine) and p.joint_rates]
+    """Joint and conditional acceptance by position, each head at its largest K and the lowest concurrency where all
+    requests were answered; None without drafts."""
+    drafting = [
+        p for p in points if (p.workload, p.setup.engine) == (workload, engine) and p.joint_rates and p.compares
+    ]
     if not drafting:
         return None
     figure = new_figure(9.5, 3.6)
@@ -186,6 +189,7 @@ def acceptance_chart(points: Sequence[Point], workload: str, engine: str) -> Fig
         point = min((p for p in own if p.setup.k == k), key=lambda p: p.concurrency)
         length = point.acceptance_length
         label = f"{name_of(method)}, K={k}" + (f" (AL {length:.2f})" if length is not None else "")
+        label += f"\nC={point.concurrency}, {point.answers} answers"
         deepest = max(deepest, len(point.joint_rates))
         for axes, rates in ((joint, point.joint_rates), (conditional, point.conditional_rates)):
             axes.plot(range(1, len(rates) + 1), rates, color=COLOURS[method], marker=MARKERS[method], markersize=5,

@@ -67,7 +67,7 @@ class Chat:
     def __init__(self, target: HasTokenizer) -> None:
         if target.tokenizer is None:
             raise InputError(f"model: {target.name_or_path!r} has no tokenizer, and prompts are text")
-        self.tokenizer = target.tokenizer
+        self.name, self.tokenizer = target.name_or_path, target.tokenizer
         has_template = bool(getattr(target.tokenizer, "chat_template", None))
         self.format = ChatFormat(target.tokenizer, sorted(target.eos_token_ids)) if has_template else None
 

@@ -27,8 +27,7 @@ def engines_tables(points: Sequence[Point], workload: str) -> list[Table]:
             known = {c: (x, y) for c, (a, b) in pairs.items() if (x := length(a)) and (y := length(b))}
             if known:
                 x, y = known[min(known)]
-                apart = (f"{100 * (known[c][1] / known[c][0] - 1):+.1f} %" if c in known else "" for c in users)
-                lengths.append((name, f"{x:.3f}", f"{y:.3f}", *apart))
+                lengths.append((name, f"{x:.3f}", f"{y:.3f}", *(length_cell(pairs, known, c) for c in users)))
         head = tuple(f"C={c}" for c in users)
         if rates:
             tables.append(Table(f"{workload}: output tokens/s of {first} over {other}", ("method", *head), rates))
@@ -51,15 +50,32 @@ def paired(points: Sequence[Point], first: str, other: str) -> dict[str, Pairs]:
 
 
 def ratio_cell(pairs: Pairs, concurrency: int) -> str:
+    """The ratio, and what is left out of it; that alone where a side does not compare."""
     if concurrency not in pairs:
         return ""
     a, b = pairs[concurrency]
-    return f"{a.rate / b.rate:.2f}×" if b.rate else ""
+    ratio = [f"{a.rate / b.rate:.2f}×"] if a.compares and b.compares else []
+    return "; ".join([*ratio, *_left_out(a, b)])
+
+
+def length_cell(pairs: Pairs, known: Mapping[int, tuple[float, float]], concurrency: int) -> str:
+    """How far the second engine's length is from the first's, and what is left out of it."""
+    if concurrency not in pairs:
+        return ""
+    apart = []
+    if concurrency in known:
+        a, b = known[concurrency]
+        apart = [f"{100 * (b / a - 1):+.1f} %"]
+    return "; ".join([*apart, *_left_out(*pairs[concurrency])])
+
+
+def _left_out(a: Point, b: Point) -> list[str]:
+    return [f"{point.left_out} in {point.setup.engine}" for point in (a, b) if point.left_out]
 
 
 def length(point: Point) -> float | None:
-    """Of a setup that drafts."""
-    return None if point.setup.method == "none" else point.acceptance_length
+    """Of a setup that drafts and whose requests were all answered."""
+    return point.acceptance_length if point.setup.method != "none" and point.compares else None
 
 
 def engine_answers_table(arms: Sequence[Mapping[str, Any]]) -> Table | None:

@@ -155,13 +155,16 @@ async def _stream(
 ) -> None:
     path = "/v1/chat/completions" if endpoint.api == "chat" else "/v1/completions"
     started = record.start + origin
-    usage, done, arrived = None, False, 0.0
+    usage, done, arrived, spoke = None, False, 0.0, False
     async for now, chunk in stream_chunks(client, endpoint.url + path, body):
         if chunk is None:
             done = True
             continue
-        usage = chunk.get("usage") or usage
-        if take_tokens(record, chunk):
+        usage = chunk_usage(chunk) or usage
+        brought = take_tokens(record, chunk)
+        spoke = spoke or brought
+        # an answer's end counts as its token where nothing else came
+        if brought or (record.finish_reason is not None and not arrived):
             if arrived:
                 record.itls.append(now - arrived)
             else:
@@ -172,29 +175,59 @@ async def _stream(
         raise StreamError("the stream ended before the answer did")
     if not arrived:
         raise StreamError("the answer has no token")
-    if usage is None:
-        if record.token_ids is None:
-            raise StreamError("no usage in the stream, so the answer's tokens cannot be counted")
-        record.output_tokens = len(record.token_ids)
-        return
-    record.output_tokens = int(usage.get("completion_tokens") or 0)
-    record.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+    count_tokens(record, usage, spoke)
+
+
+def chunk_usage(chunk: dict[str, Any]) -> dict[str, Any] | None:
+    """The token counts that a chunk brings, if any. Raises StreamError for what is none."""
+    usage = chunk.get("usage")
+    if usage is not None and not isinstance(usage, dict):
+        raise StreamError(f"usage is no object: {str(usage)[:200]}")
+    return usage
+
+
+def count_tokens(record: Record, usage: dict[str, Any] | None, spoke: bool) -> None:
+    """Of prompt and answer, by the server's usage; the answer's ids are counted where it says nothing. spoke: text or
+    ids came. Raises StreamError where nothing tells, or where what came has no token."""
+    told = (usage or {}).get("completion_tokens")
+    if told is None and record.token_ids is not None:
+        told = len(record.token_ids)
+    if told is None:
+        lacks = "no usage" if usage is None else "no completion_tokens in the usage"
+        raise StreamError(f"{lacks} in the stream, so the answer's tokens cannot be counted")
+    if not _is_count(told) or (told == 0 and spoke):
+        raise StreamError(f"usage: completion_tokens is {str(told)[:80]}, expected the answer's tokens")
+    prompt = (usage or {}).get("prompt_tokens")
+    if prompt is not None and not _is_count(prompt):
+        raise StreamError(f"usage: prompt_tokens is {str(prompt)[:80]}, expected a whole number")
+    record.output_tokens = told
+    record.prompt_tokens = prompt or 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def take_tokens(record: Record, chunk: dict[str, Any]) -> bool:
     """Add what a chunk brings to the record; whether it brought tokens. A chat's opening role chunk brings none.
 
-    Some tokens show no text (half a character, a special token): they count where ids are told, and an answer's end
-    counts as its token where nothing else came.
+    Some tokens show no text (half a character, a special token): they count where ids are told. Raises StreamError for
+    a chunk of another shape than the API's.
     """
-    choices = chunk.get("choices")
+    choices = chunk.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise _odd(chunk)
     if not choices:
         return False
     choice = choices[0]
     delta = choice.get("delta") or {}
+    if not isinstance(delta, dict):
+        raise _odd(chunk)
     text = choice.get("text") or delta.get("content") or ""
     thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
     ids = choice.get("token_ids")
+    if not isinstance(text, str) or not (ids is None or (isinstance(ids, list) and all(map(_is_count, ids)))):
+        raise _odd(chunk)
     record.text += text
     if ids is not None:
         if record.token_ids is None:
@@ -202,5 +235,8 @@ def take_tokens(record: Record, chunk: dict[str, Any]) -> bool:
         record.token_ids.extend(ids)
     if choice.get("finish_reason") is not None:
         record.finish_reason = str(choice["finish_reason"])
-    ended_unseen = record.finish_reason is not None and record.latency == 0
-    return bool(text or thought or ids or ended_unseen)
+    return bool(text or thought or ids)
+
+
+def _odd(chunk: dict[str, Any]) -> StreamError:
+    return StreamError(f"an event is of another shape than the API's: {str(chunk)[:200]}")

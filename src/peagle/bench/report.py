@@ -46,7 +46,7 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
     import jinja2
     import matplotlib
 
-    from peagle.bench import chart_style, charts, engine_tables
+    from peagle.bench import arm_tables, chart_style, charts, engine_tables
     from peagle.bench import report_tables as tables
 
     arms = [*results.arms.values(), *added]
@@ -71,14 +71,20 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
                 _draw(interactivity, folder, f"interactivity-{where}", f"throughput, interactivity, {about}")
             )
             shown = [tables.best_table(points, workload, engine), tables.acceptance_table(points, workload, engine)]
-            section = {"title": about, "figures": figures, "tables": [t for t in shown if t is not None]}
-            sections.append(section | {"all_arms": tables.arms_table(points, workload, engine)})
+            section: dict[str, Any] = {
+                "title": about,
+                "figures": figures,
+                "tables": [t for t in shown if t is not None],
+            }
+            section["all_arms"] = arm_tables.arms_table(points, workload, engine)
+            section["counts"] = arm_tables.counts_table(points, workload, engine)
+            sections.append(section)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     page = environment.get_template(TEMPLATE).render(
-        title=f"Speculative decoding of {results.settings['target'] or 'a served model'}",
+        title=f"Speculative decoding of {results.settings.get('target') or 'a served model'}",
         headlines=tables.headlines(points),
         overview=overview,
         lengths=lengths,
@@ -92,6 +98,8 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
         notes=list(dict.fromkeys(f"{arm['label']}: {note}" for arm in arms for note in arm.get("notes") or ())),
         runs=results.runs,
         settings=results.settings,
+        facts=arm_tables.facts_table(arms),
+        server_commands=results.server_commands,
         commands=list(dict.fromkeys(arm["command"] for arm in arms if arm.get("command"))),
         imported=list(dict.fromkeys(arm["imported"] for arm in arms if arm.get("imported"))),
         num_arms=len(arms),
@@ -101,17 +109,22 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
 
 
 def terminal_text(results: ResultsFile, added: Sequence[dict[str, Any]]) -> str:
-    """Best against best, and the headlines, as text."""
+    """Best against best, what failed, and the headlines, as text."""
     from peagle.bench import report_tables as tables
     from peagle.bench.tables import align
 
-    points = points_of([*results.arms.values(), *added])
+    arms = [*results.arms.values(), *added]
+    points = points_of(arms)
     blocks = []
     for workload, engine in panels(points):
         table = tables.best_table(points, workload, engine)
         blocks.append(f"{table.title}\n{align([table.head, *table.rows], left=table.left)}")
     if any(arm.get("synthetic") for point in points for arm in point.arms):
         blocks.append("SYNTHETIC ACCEPTANCE: drafts were accepted whatever they were; the answers are no text")
+    failures = tables.failure_table(arms)
+    if failures is not None:
+        blocks.append(f"{failures.title}\n{align([failures.head, *failures.rows], left=failures.left)}")
+    blocks += [f"Not measured: {setup}: {error}" for setup, error in results.failed_starts.items()]
     return "\n\n".join([*blocks, "\n".join(tables.headlines(points))])
 
 

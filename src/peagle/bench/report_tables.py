@@ -8,7 +8,7 @@ from typing import Any
 
 from peagle.bench.answer_check import check_phrase
 from peagle.bench.arms import METHOD_NAMES
-from peagle.bench.summary import Point, best, concurrencies, panels, ratio
+from peagle.bench.summary import Point, best, concurrencies, of_method, panels, ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,7 @@ def best_table(points: Sequence[Point], workload: str, engine: str) -> Table:
     rows = []
     for c in concurrencies(points, workload, engine):
         row = [str(c)]
-        for method in METHOD_NAMES:
-            point = best(points, engine, workload, method, c)
-            row.append("" if point is None else number(point.rate) + (f" (K={point.setup.k})" if point.setup.k else ""))
+        row += [best_cell(points, workload, engine, method, c) for method in METHOD_NAMES]
         pairs = (("eagle3", "none"), ("p-eagle", "none"), ("p-eagle", "eagle3"))
         ratios = [ratio(points, engine, workload, a, b, c) for a, b in pairs]
         row += ["" if r is None else f"{r.value:.2f}×" for r in ratios]
@@ -52,8 +50,25 @@ def best_table(points: Sequence[Point], workload: str, engine: str) -> Table:
     return Table(title, tuple(head[i] for i in filled), [tuple(row[i] for i in filled) for row in rows])
 
 
+def best_cell(points: Sequence[Point], workload: str, engine: str, method: str, concurrency: int) -> str:
+    """Tokens/s at the K that is best, and what does not compare: `15.6 (K=3); K=7 left out: 1 failed`."""
+    point = best(points, engine, workload, method, concurrency)
+    parts = []
+    if point is not None:
+        parts.append(number(point.rate) + (f" (K={point.setup.k})" if point.setup.k else ""))
+        parts += [point.left_out] if point.left_out else []
+    return "; ".join([*parts, *dropped(points, workload, engine, method, concurrency)])
+
+
+def dropped(points: Sequence[Point], workload: str, engine: str, method: str, concurrency: int) -> list[str]:
+    """The K of a method that take no part in comparisons, and why."""
+    own = [p for p in of_method(points, engine, workload, method, concurrency) if not p.compares]
+    return [(f"K={p.setup.k} " if p.setup.k else "") + p.left_out for p in own]
+
+
 def acceptance_table(points: Sequence[Point], workload: str, engine: str) -> Table | None:
-    """Acceptance length and joint rates by position, one row a head and K, at the lowest concurrency."""
+    """Acceptance length and rates by position, two rows a head and K, at the lowest concurrency whose requests were all
+    answered; a head and K without one is a row that says so."""
     shown = [
         p for p in _lowest(points, workload, engine) if p.acceptance_length is not None and p.setup.method != "none"
     ]
@@ -62,46 +77,19 @@ def acceptance_table(points: Sequence[Point], workload: str, engine: str) -> Tab
     depth = max(len(p.joint_rates) for p in shown)
     rows: list[tuple[str, ...]] = []
     for p in shown:
-        rows.append((_method(p), "joint", f"{p.acceptance_length:.2f}", *_rates(p.joint_rates, depth)))
-        rows.append(("", "conditional", "", *_rates(p.conditional_rates, depth)))
-    head = ("method", "rate", "acceptance length", *(str(i + 1) for i in range(depth)))
+        if not p.compares:
+            rows.append((method_and_k(p), p.left_out, str(p.concurrency), "", "", *_rates((), depth)))
+            continue
+        rate = f"joint; {p.left_out}" if p.left_out else "joint"
+        answers, length = str(p.answers), f"{p.acceptance_length:.2f}"
+        rows.append((method_and_k(p), rate, str(p.concurrency), answers, length, *_rates(p.joint_rates, depth)))
+        rows.append(("", "conditional", "", "", "", *_rates(p.conditional_rates, depth)))
+    head = ("method", "rate", "C", "answers", "acceptance length", *(str(i + 1) for i in range(depth)))
     return Table(f"{workload} · {engine}: acceptance, by draft position", head, rows, left=2)
 
 
 def _rates(rates: Sequence[float], depth: int) -> list[str]:
     return [f"{rate:.3f}" for rate in rates] + [""] * (depth - len(rates))
-
-
-def arms_table(points: Sequence[Point], workload: str, engine: str) -> Table:
-    """Every setup at every concurrency."""
-    rows = []
-    for p in points:
-        if (p.workload, p.setup.engine) != (workload, engine):
-            continue
-        worst = worst_check(p)
-        length = p.acceptance_length
-        rows.append(
-            (
-                _method(p),
-                str(p.concurrency),
-                number(p.rate),
-                "" if p.spread is None else f"{100 * p.spread:.1f} %",
-                number(p.median("per_user_throughput")),
-                number(p.median("median_ttft_ms"), 0),
-                number(p.median("p99_ttft_ms"), 0),
-                number(p.median("median_tpot_ms")),
-                number(p.median("p99_tpot_ms")),
-                "" if length is None else f"{length:.2f}",
-                number(p.median("mean_concurrency")),
-                f"{p.failed} of {p.requests}" if p.failed else "0",
-                "" if worst is None else f"{worst['num_equal']} of {worst['num_answers']}",
-            )
-        )
-    head = (
-        *("method", "C", "tokens/s", "spread", "per user", "TTFT p50", "p99", "TPOT p50", "p99", "AL", "in flight"),
-        *("failed", "equal to plain"),
-    )
-    return Table(f"{workload} · {engine}: all arms (times in ms, medians over repeats)", head, rows)
 
 
 def worst_check(point: Point) -> dict[str, Any] | None:
@@ -158,22 +146,28 @@ def headlines(points: Sequence[Point]) -> list[str]:
                 parts.append(f"{METHOD_NAMES[a]} {r.value:.2f}× {METHOD_NAMES[b]}{doubt}")
         if not parts:
             parts = [f"{METHOD_NAMES[m]} {number(p.rate)} tokens/s" for m, p in rates.items() if p is not None]
+        for method, name in METHOD_NAMES.items():
+            parts += [f"{name} {what}" for what in dropped(points, workload, engine, method, c)]
+        skipped = sum(p.skipped for p in points if (p.workload, p.setup.engine) == (workload, engine))
+        if skipped:
+            parts.append(f"in all arms together {skipped} later turns were skipped")
         if parts:
             found.append(f"{workload}, {engine}, C={c}: {'; '.join(parts)}")
     return found
 
 
-def _method(point: Point) -> str:
+def method_and_k(point: Point) -> str:
+    """`P-EAGLE K=7`."""
     name = METHOD_NAMES.get(point.setup.method, point.setup.method)
     return f"{name} K={point.setup.k}" if point.setup.k else name
 
 
 def _lowest(points: Sequence[Point], workload: str, engine: str) -> list[Point]:
-    """Of each setup the point with the fewest users."""
+    """Of each setup the point with the fewest users, of those that compare where there are such."""
     found: dict[object, Point] = {}
     for p in points:
         if (p.workload, p.setup.engine) == (workload, engine):
             kept = found.get(p.setup)
-            if kept is None or p.concurrency < kept.concurrency:
+            if kept is None or (not p.compares, p.concurrency) < (not kept.compares, kept.concurrency):
                 found[p.setup] = p
     return list(found.values())

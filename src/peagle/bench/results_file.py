@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle.bench.line_checks import GROWING, check_fields
 from peagle.errors import InputError
 
 FORMAT = "peagle-bench"
 VERSION = 1
-# settings to which a later run may add: fingerprints of workloads and heads, arguments of engines
-GROWING = ("workloads", "heads", "engines")
+NAMED_ARMS = 6
 
 
 class ResultsFile:
     """Settings, runs (each invocation's command, machine and versions), finished arms and failed starts.
 
-    arms: by key, the latest line of each. starts that failed are tried again by the next run.
+    arms: by key, the latest line of each. What did not start is tried again by the next run. server_commands: of
+    endpoints, by name or label.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -31,7 +32,16 @@ class ResultsFile:
         self.settings = dict(settings)
         self.runs: list[dict[str, Any]] = []
         self.arms: dict[str, dict[str, Any]] = {}
-        self.failed_starts: dict[str, str] = {}
+        self.server_commands: dict[str, str] = {}
+        self._not_started: dict[str, tuple[str, str]] = {}  # by the arm's key: setup and error
+
+    @property
+    def failed_starts(self) -> dict[str, str]:
+        """Why arms were not measured, by their setup and keys: those that have no line since."""
+        together: dict[tuple[str, str], list[str]] = {}
+        for key, failure in self._not_started.items():
+            together.setdefault(failure, []).append(key)
+        return {_setup_and_arms(setup, keys): error for (setup, error), keys in together.items()}
 
     def add_run(self, run: Mapping[str, Any]) -> None:
         """One invocation; what is in it of GROWING, by name, joins the settings."""
@@ -46,18 +56,30 @@ class ResultsFile:
     def add_arm(self, key: str, arm: Mapping[str, Any]) -> None:
         """Also says which run it belongs to."""
         line = {"type": "arm", "key": key, "run": len(self.runs) - 1, **arm}
-        self.arms[key] = line
+        self._take_arm(line)
         self._append(line)
 
-    def add_failed_start(self, setup: str, error: str) -> None:
-        self.failed_starts[setup] = error
-        self._append({"type": "failed_start", "setup": setup, "error": error})
+    def _take_arm(self, line: dict[str, Any]) -> None:
+        self.arms[line["key"]] = line
+        self._not_started.pop(line["key"], None)
 
-    def started(self, setup: str) -> None:
-        """A setup that failed in an earlier run works now."""
-        if setup in self.failed_starts:
-            del self.failed_starts[setup]
-            self._append({"type": "started", "setup": setup})
+    def add_failed_start(self, setup: str, error: str, keys: Sequence[str]) -> None:
+        """keys: the arms that were not measured because of it."""
+        line = {"type": "failed_start", "setup": setup, "error": error, "arms": list(keys)}
+        self._take_failed_start(line)
+        self._append(line)
+
+    def _take_failed_start(self, line: Mapping[str, Any]) -> None:
+        # earlier versions did not say which arms
+        for key in line.get("arms", [line["setup"]]):
+            self._not_started[key] = line["setup"], line["error"]
+
+    def add_server_commands(self, commands: Mapping[str, str]) -> None:
+        """How endpoints were started; later ones replace earlier ones of the same name."""
+        if all(self.server_commands.get(name) == command for name, command in commands.items()):
+            return
+        self.server_commands.update(commands)
+        self._append({"type": "server_commands", "commands": dict(commands)})
 
     def _append(self, line: Mapping[str, Any]) -> None:
         text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
@@ -65,6 +87,31 @@ class ResultsFile:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+
+    def _take(self, where: str, line: dict[str, Any]) -> None:
+        """A line that was read. where: file and line, for messages."""
+        kind = line.get("type")
+        if kind in ("run", "arm", "failed_start", "server_commands"):
+            check_fields(where, kind, line)
+        if kind == "run":
+            self._take_run(line)
+        elif kind == "arm":
+            self._take_arm(line)
+        elif kind == "failed_start":
+            self._take_failed_start(line)
+        elif kind == "server_commands":
+            self.server_commands.update(line["commands"])
+        elif kind == "started":  # earlier versions: a setup that had failed works now
+            self._not_started.pop(line.get("setup", ""), None)
+        else:
+            raise InputError(f"{where}: unknown line type {kind!r}")
+
+
+def _setup_and_arms(setup: str, keys: Sequence[str]) -> str:
+    if list(keys) == [setup]:
+        return setup
+    more = f" and {len(keys) - NAMED_ARMS} more" if len(keys) > NAMED_ARMS else ""
+    return f"{setup} ({', '.join(keys[:NAMED_ARMS])}{more})"
 
 
 def open_results(path: Path, settings: Mapping[str, Any]) -> ResultsFile:
@@ -78,7 +125,7 @@ def open_results(path: Path, settings: Mapping[str, Any]) -> ResultsFile:
                 f"{path}: holds results of other settings, so they cannot be continued; choose another --output or the "
                 f"same settings (there -> now):{lines}"
             )
-        _drop_unfinished_line(path)
+        drop_unfinished_line(path)
         return results
     results = ResultsFile(path, settings)
     try:
@@ -90,7 +137,8 @@ def open_results(path: Path, settings: Mapping[str, Any]) -> ResultsFile:
 
 
 def read_results(path: Path) -> ResultsFile:
-    """Raises InputError for what is no results file, or one of another format version (both versions are named)."""
+    """Raises InputError for what is no results file, one of another format version (both versions are named), or a
+    damaged one, with the line and the field."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
@@ -103,22 +151,13 @@ def read_results(path: Path) -> ResultsFile:
             f"{path}: has format version {head.get('version')}, this peagle reads and writes version {VERSION}; use "
             "the peagle that wrote it, or measure again into another --output"
         )
+    check_fields(f"{path}:1", "head", head)
+    check_fields(f"{path}:1", "settings", head["settings"])
     results = ResultsFile(path, head["settings"])
     for number, line in enumerate(lines[1:], start=2):
         if number == len(lines) and not line.endswith("\n"):
             break  # the run was killed while writing it
-        content = _parse(path, number, line)
-        kind = content.get("type")
-        if kind == "run":
-            results._take_run(content)
-        elif kind == "arm":
-            results.arms[content["key"]] = content
-        elif kind == "failed_start":
-            results.failed_starts[content["setup"]] = content["error"]
-        elif kind == "started":
-            results.failed_starts.pop(content["setup"], None)
-        else:
-            raise InputError(f"{path}:{number}: unknown line type {kind!r}")
+        results._take(f"{path}:{number}", _parse(path, number, line))
     return results
 
 
@@ -147,7 +186,7 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     return content
 
 
-def _drop_unfinished_line(path: Path) -> None:
+def drop_unfinished_line(path: Path) -> None:
     """Cut what a killed run left behind the last line end, so that the next line begins on its own."""
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1

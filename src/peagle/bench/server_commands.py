@@ -1,4 +1,4 @@
-"""The commands that the servers under test are started with."""
+"""The commands that the servers under test are started with, or (endpoints) were."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.arms import Setup
+from peagle.errors import InputError
 
 CACHE_FLAGS = ("--enable-prefix-caching", "--no-enable-prefix-caching")
 
@@ -59,7 +60,6 @@ def peagle_command(target: str, settings: dict[str, Any] | None, args: Sequence[
 
 def vllm_command(source: str, settings: dict[str, Any] | None, args: Sequence[str]) -> list[str]:
     """`vllm serve` of the vLLM that is installed here or on PATH. source: what vLLM itself can load."""
-    from peagle.errors import InputError
     from peagle.vllm.serve import MINIMUM_TEXT, build_command, find_vllm, refuse_repeated
 
     refuse_repeated(args)
@@ -78,3 +78,24 @@ def server_env(command: Sequence[str]) -> dict[str, str]:
         env.pop("PYTHONPATH", None)
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     return env
+
+
+def read_server_commands(path: Path, known: Sequence[str]) -> dict[str, str]:
+    """A JSON object from an endpoint's name or label to the command line of its server. Raises InputError, also for a
+    name that is not among `known`."""
+    flag = f"--server-commands {path}"
+    try:
+        commands = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{flag}: cannot be read ({error.strerror or error})")
+    except ValueError as error:
+        raise InputError(f"{flag}: {error}, expected a JSON object")
+    if not isinstance(commands, dict):
+        raise InputError(f"{flag}: holds {type(commands).__name__}, expected an object from endpoints to commands")
+    for name, command in commands.items():
+        if name not in known:
+            choices = ", ".join(dict.fromkeys(known)) or "none (there is no --endpoint)"
+            raise InputError(f"{flag}: {name!r} is no endpoint here, expected some of: {choices}")
+        if not isinstance(command, str) or not command.strip():
+            raise InputError(f"{flag}: {name}: got {command!r}, expected a command line")
+    return commands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,10 @@ def serving_metrics(run: Run) -> dict[str, Any]:
         "total_input_tokens": tokens_in,
         "total_output_tokens": tokens_out,
         "request_throughput": _rate(len(good), seconds),
+        "request_goodput": None,  # of requests within goals for their times; there are none here
         "output_throughput": _rate(tokens_out, seconds),
         "total_token_throughput": _rate(tokens_in + tokens_out, seconds),
+        "max_output_tokens_per_s": most_in_a_second(good),
         "max_concurrent_requests": most_at_once(good),
         # ours: how many requests were in flight on average, and what one user sees
         "mean_concurrency": _rate(sum(r.latency for r in good), seconds),
@@ -82,6 +85,20 @@ def most_at_once(records: Sequence[Record]) -> int:
         now += change
         most = max(most, now)
     return most
+
+
+def most_in_a_second(records: Sequence[Record]) -> float | None:
+    """Output tokens that arrived in the fullest second, by whole seconds from the first request's start. Several tokens
+    may come together, so an answer's are spread evenly over its arrivals. None without an answer."""
+    if not records:
+        return None
+    first = min(record.start for record in records)
+    seconds: dict[int, float] = defaultdict(float)
+    for record in records:
+        arrivals = record.start - first + record.ttft + np.cumsum([0.0, *record.itls])
+        for at in arrivals:
+            seconds[int(at)] += record.output_tokens / len(arrivals)
+    return float(max(seconds.values()))
 
 
 def _rate(amount: float, seconds: float) -> float:

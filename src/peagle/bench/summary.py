@@ -17,16 +17,53 @@ _T_MANY = (2.086, 0.860)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One setup over one workload at one concurrency, all repeats. A value is the median of its repeats."""
+    """One setup over one workload at one concurrency, all repeats. A value is the median of its repeats.
+
+    Repeats with a failed request are left out, for their tokens/s are of another set of requests; where every repeat
+    has one the values are of all, and the point takes no part in comparisons.
+    """
 
     setup: Setup
     workload: str
     concurrency: int
     arms: tuple[dict[str, Any], ...]
 
+    @property
+    def clean(self) -> tuple[dict[str, Any], ...]:
+        """Repeats without a failed request."""
+        return tuple(arm for arm in self.arms if not arm.get("failed"))
+
+    @property
+    def counted(self) -> tuple[dict[str, Any], ...]:
+        """Repeats that values are of."""
+        return self.clean or self.arms
+
+    @property
+    def compares(self) -> bool:
+        """Whether it takes part in comparisons."""
+        return bool(self.clean) and self.rate > 0
+
+    @property
+    def left_out(self) -> str:
+        """What is not counted, in words: `left out: 1 failed`, `1 of 3 runs left out: 1 failed`; empty for nothing."""
+        if not self.failed:
+            return "" if self.compares else "left out: no token"
+        some = f"{len(self.arms) - len(self.clean)} of {len(self.arms)} runs " if self.clean else ""
+        return f"{some}left out: {self.failed} failed"
+
+    @property
+    def answers(self) -> int:
+        """Requests answered, in the repeats that count."""
+        return sum(int(arm.get("completed") or 0) for arm in self.counted)
+
+    @property
+    def skipped(self) -> int:
+        """Later turns that were not asked, in the repeats that count."""
+        return sum(int(arm.get("num_skipped") or 0) for arm in self.counted)
+
     def values(self, name: str) -> list[float]:
-        """A metric of every repeat that has it."""
-        return [float(arm[name]) for arm in self.arms if arm.get(name) is not None]
+        """A metric of every repeat that counts and has it."""
+        return [float(arm[name]) for arm in self.counted if arm.get(name) is not None]
 
     def median(self, name: str) -> float | None:
         values = self.values(name)
@@ -57,8 +94,8 @@ class Point:
 
     @property
     def spec(self) -> dict[str, Any] | None:
-        """Draft counts of all repeats together; None without drafts."""
-        specs = [arm["spec"] for arm in self.arms if arm.get("spec") and arm["spec"]["num_drafts"]]
+        """Draft counts of the repeats together; None without drafts."""
+        specs = [arm["spec"] for arm in self.counted if arm.get("spec") and arm["spec"]["num_drafts"]]
         if not specs:
             return None
         depth = max(len(spec["accepted_per_pos"]) for spec in specs)
@@ -72,7 +109,7 @@ class Point:
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / drafts over all repeats; what an imported arm says where it gives no counts."""
+        """1 + accepted / drafts over the repeats; what an imported arm says where it gives no counts."""
         spec = self.spec
         if spec is None:
             return self.median("spec_decode_acceptance_length")
@@ -82,7 +119,7 @@ class Point:
     def joint_rates(self) -> list[float]:
         spec = self.spec
         if spec is None:
-            return next((a["spec_decode_per_position_acceptance_rates"] for a in self.arms
+            return next((a["spec_decode_per_position_acceptance_rates"] for a in self.counted
                          if a.get("spec_decode_per_position_acceptance_rates")), [])  # fmt: skip
         return [a / d if d else 0.0 for a, d in zip(spec["accepted_per_pos"], spec["drafts_per_pos"], strict=True)]
 
@@ -151,16 +188,15 @@ def points_of(arms: Iterable[dict[str, Any]]) -> list[Point]:
     return sorted(points, key=order)
 
 
+def of_method(points: Sequence[Point], engine: str, workload: str, method: str, concurrency: int) -> list[Point]:
+    """A method at every K."""
+    wanted = (engine, workload, method, concurrency)
+    return [p for p in points if (p.setup.engine, p.workload, p.setup.method, p.concurrency) == wanted]
+
+
 def best(points: Sequence[Point], engine: str, workload: str, method: str, concurrency: int) -> Point | None:
-    """A method at the K with the most output tokens/s. Points with a failed request do not compete: their tokens/s are
-    of another set of requests."""
-    found = [
-        p
-        for p in points
-        if (p.setup.engine, p.workload, p.setup.method, p.concurrency) == (engine, workload, method, concurrency)
-        and not p.failed
-        and p.rate > 0
-    ]
+    """A method at the K with the most output tokens/s, of those that compare."""
+    found = [p for p in of_method(points, engine, workload, method, concurrency) if p.compares]
     return max(found, key=lambda p: p.rate) if found else None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -54,51 +54,61 @@ class SweepOptions:
 
 @dataclass(slots=True)
 class Sweep:
-    """Measures arms that are not in the results yet. workloads: by name."""
+    """Measures arms that are not in the results yet. workloads: by name. again: keys of arms that are there and are
+    measured once more; their old lines stay until new ones replace them."""
 
     workloads: Mapping[str, Workload]
     backends: Backends
     results: ResultsFile
     options: SweepOptions
     screen: Screen
+    again: Collection[str] = ()
 
     def run(self, arms: Sequence[Arm]) -> None:
         """In their order.
 
-        A setup that cannot be loaded or started is recorded with the reason, and the others go on; a first turn that
-        is longer than the model counts as such a reason. Setups that failed in an earlier run are tried again.
+        A setup that cannot be loaded or started is recorded with the reason and its arms, and the others go on; a first
+        turn that is longer than the model counts as such a reason. What failed in an earlier run is tried again.
         """
-        waiting = [arm for arm in arms if arm.key not in self.results.arms]
+        waiting = [arm for arm in arms if arm.key not in self.results.arms or arm.key in self.again]
         done = len(arms) - len(waiting)
         if done:
             self.screen.say(f"{done} of {len(arms)} arms are in the results already")
         left = TimeLeft(self.results.arms.values())
         for setup, group in self._groups(waiting):
-            began = time.monotonic()
             try:
-                with self.backends.open(setup) as backend:
-                    left.loaded(time.monotonic() - began)
-                    self.results.started(setup.label)
-                    for arm in group:
-                        place = len(arms) - len(waiting) + 1
-                        self.screen.say(f"[{place}/{len(arms)}] {_label(arm)}{_about(left.seconds(waiting))}")
-                        began = time.monotonic()
-                        line = self.measure(arm, backend)
-                        left.measured(arm, time.monotonic() - began)
-                        waiting.remove(arm)
-                        self.screen.say("    " + arm_line(line))
-                        if "engine" in line["failures"]:
-                            raise InputError(f"the engine failed and is not used further: {line['errors'][-1]}")
+                self._measure_group(setup, group, waiting, len(arms), left)
             except InputError as error:
-                self.results.add_failed_start(setup.label, str(error))
+                missing = [arm.key for arm in group if arm in waiting]
+                if missing:
+                    self.results.add_failed_start(setup.label, str(error), missing)
                 self.screen.say(f"{setup.label}: {error}")
                 waiting = [arm for arm in waiting if arm not in group]
+
+    def _measure_group(
+        self, setup: Setup, group: Sequence[Arm], waiting: list[Arm], num_arms: int, left: TimeLeft
+    ) -> None:
+        """Arms of one loaded setup; what is measured leaves `waiting`. The backend is not referred to afterwards, so
+        that the next one finds its memory free."""
+        began = time.monotonic()
+        with self.backends.open(setup) as backend:
+            left.loaded(time.monotonic() - began)
+            for arm in group:
+                place = num_arms - len(waiting) + 1
+                self.screen.say(f"[{place}/{num_arms}] {_label(arm)}{_about(left.seconds(waiting))}")
+                began = time.monotonic()
+                line = self.measure(arm, backend)
+                left.measured(arm, time.monotonic() - began)
+                waiting.remove(arm)
+                self.screen.say("    " + arm_line(line))
+                if "engine" in line["failures"]:
+                    raise InputError(f"the engine failed and is not used further: {line['errors'][-1]}")
 
     def _groups(self, arms: Sequence[Arm]) -> list[tuple[Setup, list[Arm]]]:
         """Arms that share a loaded engine or a running server."""
         groups: list[tuple[Setup, list[Arm]]] = []
         for setup, members in groupby(arms, key=lambda arm: arm.setup):
-            if self.backends.needs_fresh_server(setup):
+            if self.backends.needs_fresh(setup):
                 groups += [(setup, [arm]) for arm in members]
             else:
                 groups.append((setup, list(members)))
@@ -120,6 +130,7 @@ class Sweep:
         finally:
             self.screen.end()
         line = arm_content(arm, conversations, run, options.detailed)
+        line |= {"model_id": backend.facts.get("model"), "tokenizer_id": backend.facts.get("tokenizer")}
         line |= {"command": backend.command, "facts": backend.facts, "notes": notes}
         if self.backends.settings.synthetic(arm.setup):
             line["synthetic"] = dict(self.backends.settings.speculative_args[arm.setup.method])
@@ -129,11 +140,12 @@ class Sweep:
         return line
 
     def _warm_up(self, arm: Arm, workload: Workload, backend: Backend) -> list[str]:
-        """Ask some first turns that are not counted; a note where that failed."""
+        """Ask some first turns that are not counted, of prompts that no arm asks, so that no prefix cache holds those
+        that are measured; a note where that failed."""
         count = arm.concurrency if self.options.warm_up is None else self.options.warm_up
         if not count:
             return []
-        short = backend.questions(replace(workload, output_len=None), WARM_UP_TOKENS, first_turns=True)
+        short = backend.questions(workload.unmeasured(), WARM_UP_TOKENS, first_turns=True)
         failures = backend.run(short, arm.concurrency, None, limit=count).failures
         if not failures:
             return []

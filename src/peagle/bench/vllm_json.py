@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.arms import METHODS, Arm, Setup
+from peagle.bench.line_checks import check_fields
 from peagle.errors import InputError
 
 OPTIONS = ("engine", "method", "k", "workload", "concurrency")
@@ -54,6 +55,7 @@ def _results(path: Path, text: str) -> list[dict[str, Any]]:
             place += 1
         if not isinstance(content, dict) or any(name not in content for name in NEEDED):
             raise InputError(f"--add {path}: is no result of `vllm bench serve`, expected {', '.join(NEEDED)} in it")
+        check_fields(f"--add {path}", "result", content)
         found.append(content)
     if not found:
         raise InputError(f"--add {path}: is empty")
@@ -80,11 +82,18 @@ def _arm(location: str, result: Mapping[str, Any], given: Mapping[str, str]) -> 
             raise InputError(f"--add {location}: {name}={value}: expected a whole number")
     arm = Arm(Setup(told("engine", "vllm-bench-serve"), method, int(k)), told("workload"), int(concurrency), 0)
     tpot = result.get("median_tpot_ms")
-    own = {"per_user_throughput": 1000.0 / tpot if tpot else None, "failed": int(result.get("failed") or 0)}
+    own = {"per_user_throughput": 1000.0 / tpot if tpot else None, "failed": _failed(result)}
     # vLLM writes NaN and zeros where it has nothing to say
     kept = {k: v for k, v in result.items() if not (isinstance(v, float) and not math.isfinite(v))}
     errors = {"failures": {"not told": own["failed"]} if own["failed"] else {}, "spec": None, "check": None}
     return {**kept, **own, **errors, **arm.to_dict(), "label": arm.setup.label, "imported": location, "notes": []}
+
+
+def _failed(result: Mapping[str, Any]) -> int:
+    """Requests that failed. Older versions do not say so: then by what is missing, or by what has an error."""
+    told, completed = int(result.get("failed") or 0), int(result["completed"])
+    missing = int(result.get("num_prompts") or 0) - completed
+    return max(told, missing, sum(1 for error in result.get("errors") or () if error))
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -29,6 +29,7 @@ SPEED_BENCH_CONFIGS = (
 # What stands in published rows in place of text that the data set may not pass on.
 WITHHELD = "SHOULD BE FETCHED FROM THE SOURCE"
 QUICK = "quick"
+WARM_UP = "Warm-up. "
 RANDOM_PROMPTS = 32
 
 
@@ -54,11 +55,25 @@ class Workload:
         """In a fixed order that depends on the prompts alone, so that its beginning is a fair sample."""
         return replace(self, prompts=tuple(sorted(self.prompts, key=lambda prompt: prompt.prompt_id)))
 
+    def unmeasured(self) -> Workload:
+        """Other prompts of about the same lengths, without later turns; answers end by themselves. What a template puts
+        before every prompt is all that they share with the workload's."""
+        prompts = (
+            make_prompt("warm-up", [_other_text(p.turns[0])], _other_text(p.system) if p.system else None)
+            for p in self.prompts
+        )
+        ids = tuple((*one[1:], one[0]) for one in self.token_ids)
+        return replace(self, prompts=tuple(prompts), token_ids=ids, output_len=None)
+
     @property
     def fingerprint(self) -> str:
         """Equal for the same content in the same order."""
         content = [[prompt.prompt_id for prompt in self.prompts], self.token_ids, self.output_len]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _other_text(text: str) -> str:
+    return WARM_UP + text[: max(len(text) - len(WARM_UP), 0)]
 
 
 def load_workloads(specs: Sequence[str], num_prompts: int | None, text: TargetText | None, seed: int) -> list[Workload]:

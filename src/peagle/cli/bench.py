@@ -82,6 +82,14 @@ def bench(
             "[:concurrency=C]; may be given several times.",
         ),
     ] = None,
+    server_commands: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="How the endpoints' servers were started, for the report: a JSON object from an endpoint's name, or "
+            "its label in the report, to a command line. Goes with --report-only too.",
+        ),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Longest answer. Default 512.")] = None,
     temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of sampled answers and random prompts.")] = 0,
@@ -148,7 +156,8 @@ def bench(
     measured goes into FOLDER/results.jsonl at once; the same command continues there. Definitions: docs/bench.md.
     """
     from peagle.bench.report import check_packages, terminal_text, write_report
-    from peagle.bench.results_file import read_results
+    from peagle.bench.results_file import drop_unfinished_line, read_results
+    from peagle.bench.server_commands import read_server_commands
     from peagle.bench.vllm_json import read_vllm_results
 
     if report:
@@ -156,12 +165,16 @@ def bench(
     added = [arm for spec in add or () for arm in read_vllm_results(spec)]
     if report_only:
         results = read_results(output / "results.jsonl")
+        if server_commands is not None:
+            drop_unfinished_line(results.path)
+            known = [name for arm in results.arms.values() for name in (arm["engine"], arm["label"])]
+            results.add_server_commands(read_server_commands(server_commands, known))
         typer.echo(write_report(results, added, output))
         return
 
     from peagle.bench.arms import ENGINES, METHODS, parse_endpoint, parse_names, parse_numbers, plan_setups
     from peagle.bench.backends import RunSettings
-    from peagle.bench.bench_run import Plan, check_plan, run_plan
+    from peagle.bench.bench_run import Plan, check_plan, not_measured, run_plan
     from peagle.bench.load_client import Sampling
     from peagle.bench.sweep import SweepOptions
     from peagle.bench.terminal_screen import TerminalScreen
@@ -171,6 +184,16 @@ def bench(
     given = [parse_endpoint(text) for text in endpoint or ()]
     check_names(given)
     engines = parse_names(engine, "--engine", ENGINES) if engine else [] if given else ["peagle"]
+    if not engines:
+        for flag, value in {
+            "--p-eagle": p_eagle, "--eagle3": eagle3, "--k": k, "--methods": methods, "--engine-args": engine_args,
+            "--vllm-args": vllm_args, "--serve-args": serve_args, "--speculative-args": speculative_args,
+        }.items():  # fmt: skip
+            refuse_without_engine(flag, value)
+    commands: dict[str, str] = {}
+    if server_commands is not None:
+        known = [name for one in given for name in (one.name, one.setup.label)]
+        commands = read_server_commands(server_commands, known)
     if target is None and quick and not given:
         target = DEMO_TARGET
     if target is None and (engines or any(one.api == "completions" for one in given)):
@@ -223,6 +246,7 @@ def bench(
         output=output,
         command=shlex.join(["peagle", *sys.argv[1:]]),
         retry_failed=retry_failed,
+        server_commands=commands,
     )
     for note in check_plan(plan, text):
         typer.echo(f"note: {note}", err=True)
@@ -230,13 +254,23 @@ def bench(
     results = run_plan(plan, text, screen)
     typer.echo(write_report(results, added, output) if report else terminal_text(results, added))
     failed = sum(int(arm["failed"]) for arm in results.arms.values())
-    if results.failed_starts or failed:
+    missing, failed_starts = not_measured(plan, results), results.failed_starts
+    if failed_starts or missing or failed:
         typer.echo(
-            f"peagle: {len(results.failed_starts)} setups did not start and {failed} requests failed; the report says "
-            "which",
+            f"peagle: {len(failed_starts)} setups did not start and {failed} requests failed; {len(missing)} of "
+            f"{len(plan.arms)} arms were not measured; the report says which",
             err=True,
         )
         raise typer.Exit(1)
+
+
+def refuse_without_engine(flag: str, value: str | None) -> None:
+    """Endpoints alone are measured: what only engines take would change nothing."""
+    if value not in (None, "", "{}"):
+        raise InputError(
+            f"{flag}: only endpoints are measured, and it is for engines that are loaded or started here; leave it "
+            "out, or name an --engine"
+        )
 
 
 def find_heads(target: str | None, p_eagle: str | None, eagle3: str | None, quick: bool) -> dict[str, str]:
