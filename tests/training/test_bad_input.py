@@ -16,6 +16,7 @@ from peagle.data.metadata import target_facts
 from peagle.data.shards import Answer, prepare_folder, write_shard
 from peagle.errors import InputError
 from peagle.training import step, target_states
+from peagle.training.answers import open_answers
 from peagle.training.memory import fits
 from peagle.training.trainer import train, train_on
 
@@ -73,6 +74,42 @@ def test_mixed_tokenizers_are_refused(tmp_path: Path, target_folder: Callable[[s
     with pytest.raises(InputError, match="made with the tokenizer of strange; this target has another"):
         train(config(tmp_path / "run", data=strange, **settings), say=quiet)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_corrupt_shard_of_answers_is_skipped_or_stops(tmp_path: Path, target_folder: Callable[[str], Path]) -> None:
+    model = target_folder("llama")
+    data = Path(folder(tmp_path / "data", AutoTokenizer.from_pretrained(model), 320))
+    sound = (data / "answers-00000.parquet").read_bytes()
+    (data / "answers-00001.parquet").write_bytes(sound[: len(sound) // 2])
+    (data / "answers-00002.parquet").write_bytes(sound)
+    settings: dict[str, Any] = {
+        "target": str(model), "data": str(data), "aux_layer_ids": None, "max_steps": 1, "validation_documents": 0,
+        "device": "cpu",
+    }  # fmt: skip
+    with pytest.raises(InputError, match=r"answers-00001.parquet: corrupt shard.*\(--on-corrupt skip\)"):
+        train(config(tmp_path / "stop", **settings), say=quiet)
+    said: list[str] = []
+    result = train(config(tmp_path / "skip", on_corrupt="skip", **settings), say=said.append)
+    assert result is not None
+    assert result.finished
+    assert f"data: corrupt and left out: {data / 'answers-00001.parquet'}" in said
+    assert any(line.startswith("data: 2 documents, 40 tokens") for line in said)
+    for path in data.glob("*.parquet"):
+        path.write_bytes(b"")
+    with pytest.raises(InputError, match=r"all 3 shards are corrupt, .*answers-00000.parquet"):
+        train(config(tmp_path / "skip", on_corrupt="skip", **settings), say=quiet)
+
+
+def test_skipping_finds_what_the_reader_would(tmp_path: Path, target_folder: Callable[[str], Path]) -> None:
+    data = folder(tmp_path / "data", AutoTokenizer.from_pretrained(target_folder("llama")), 320)
+    whole, skipping = (open_answers([data], how, quiet) for how in ("stop", "skip"))
+    assert skipping.fingerprint == whole.fingerprint
+    assert [example.input_ids.tolist() for example in skipping] == [example.input_ids.tolist() for example in whole]
+
+
+def test_shards_of_one_process_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--parallel fsdp: only for several processes \(torchrun\)"):
+        train(config(tmp_path / "run", parallel="fsdp", device="cpu"), say=quiet)
 
 
 def test_a_device_that_is_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,16 +20,23 @@ from .helpers import listed_answers, tiny_target
 from .test_trainer import config, metrics, quiet
 
 CHILD = """
-import sys
+import os, signal, sys
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
 from training.helpers import listed_answers, tiny_target
 from training.test_trainer import config
 from pathlib import Path
+from peagle.training import trainer
 from peagle.training.distributed import join, leave
 from peagle.training.trainer import train_on
 world, _ = join("cpu")
+real = trainer.train_step
+def step(plan, weights, target_states, state, *more):
+    if world.first and state.step == {killed_at}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(plan, weights, target_states, state, *more)
+trainer.train_step = step
 result = train_on(config(Path({output!r}), **{settings!r}), tiny_target(), listed_answers(40), world=world)
 leave()
 # a thread of gloo's that is left may abort the process while the interpreter ends
@@ -39,13 +47,14 @@ sys.exit(0 if result.finished else 3)
 """
 
 
-def run_on(processes: int, output: Path, settings: dict[str, Any]) -> None:
+def start(processes: int, output: Path, settings: dict[str, Any], killed_at: int = -1) -> list[subprocess.Popen[bytes]]:
+    """The processes of a run; killed_at: steps done when the first one is killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here = Path(__file__).resolve().parents[1]
     code = textwrap.dedent(CHILD).format(
-        paths=[str(here), str(here.parent / "src")], output=str(output), settings=settings
+        paths=[str(here), str(here.parent / "src")], output=str(output), settings=settings, killed_at=killed_at
     )
     children = []
     for rank in range(processes):
@@ -54,7 +63,11 @@ def run_on(processes: int, output: Path, settings: dict[str, Any]) -> None:
         children.append(
             subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
         )
-    for child in children:
+    return children
+
+
+def run_on(processes: int, output: Path, settings: dict[str, Any]) -> None:
+    for child in start(processes, output, settings):
         error = child.communicate(timeout=300)[1]
         assert child.returncode == 0, error.decode()[-3000:]
 
@@ -91,7 +104,7 @@ def test_two_processes_train_as_one(tmp_path: Path, kind: str) -> None:
 
 
 def test_run_of_two_goes_on_as_one(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"max_steps": 20, "packs_per_step": 2, "lr": 2e-4, "log_every": 2}
+    settings: dict[str, Any] = {"max_steps": 20, "packs_per_step": 2, "lr": 2e-4, "log_every": 4}
     train_on(config(tmp_path / "one", **settings), tiny_target(), listed_answers(40), say=quiet)
     run_on(2, tmp_path / "two", settings | {"save_every": 7})
     for newest in sorted((tmp_path / "two" / "checkpoints").iterdir())[1:]:
@@ -101,4 +114,18 @@ def test_run_of_two_goes_on_as_one(tmp_path: Path) -> None:
     result = train_on(config(tmp_path / "two", **settings), tiny_target(), listed_answers(40), say=quiet)
     assert result is not None
     assert result.steps == 20
+    assert_same(tmp_path / "one", tmp_path / "two")
+
+
+def test_killed_run_of_two_goes_on_as_two(tmp_path: Path) -> None:
+    """From a checkpoint between two lines of the log, whose statistics must be counted once."""
+    settings: dict[str, Any] = {"max_steps": 16, "packs_per_step": 2, "lr": 2e-4, "log_every": 4, "save_every": 3}
+    train_on(config(tmp_path / "one", **settings), tiny_target(), listed_answers(40), say=quiet)
+    killed, other = start(2, tmp_path / "two", settings, killed_at=10)
+    assert killed.wait(120) == -signal.SIGKILL
+    other.kill()
+    other.communicate(timeout=60)
+    newest = sorted(p.name for p in (tmp_path / "two" / "checkpoints").glob("step-*"))[-1]
+    assert newest == "step-00000009"
+    run_on(2, tmp_path / "two", settings)
     assert_same(tmp_path / "one", tmp_path / "two")

@@ -18,7 +18,13 @@ DEPTHS = 5
 
 
 def gradients_of(
-    kind: str, loss: str, chunk_size: int, dtype: torch.dtype, device: torch.device, unreached_weight: float
+    kind: str,
+    loss: str,
+    chunk_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    unreached_weight: float = 1.0,
+    checkpointed: bool = False,
 ) -> dict[str, Tensor]:
     """Every parameter's gradient for one pack of documents of odd lengths, in float64."""
     on_gpu = device.type == "cuda"
@@ -34,6 +40,7 @@ def gradients_of(
     drafter.to(device, dtype).bind(embeddings, lm_head)
     if on_gpu:
         fuse_elementwise(drafter)
+    drafter.checkpoint_layers = checkpointed
     pack = tiny_pack((151, 33, 207, 2, 88), padding=11)
     table = table_of(pack, kind, DEPTHS)
     torch.manual_seed(3)
@@ -66,3 +73,17 @@ def test_gradients(kind: str, loss: str, dtype: torch.dtype, bound: float) -> No
         for name, gradient in expected.items():
             error = float((found[name] - gradient).norm() / gradient.norm())
             assert error < bound, f"{name}, chunks of {chunk_size}: {error:.2e}"
+
+
+@pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
+def test_gradients_of_checkpointed_layers(kind: str) -> None:
+    """Compiled layers and FlexAttention run again in the backward."""
+    device = torch.device("cuda")
+    for chunk_size in (97, 492):
+        plain, again = (
+            gradients_of(kind, "soft", chunk_size, torch.float32, device, checkpointed=on) for on in (False, True)
+        )
+        assert set(again) == set(plain)
+        for name, gradient in plain.items():
+            error = float((again[name] - gradient).norm() / gradient.norm())
+            assert error < 1e-5, f"{name}, chunks of {chunk_size}: {error:.2e}"

@@ -16,7 +16,10 @@ import torch
 
 from peagle.drafter import load_drafter
 from peagle.errors import InputError
+from peagle.target import Target
 from peagle.training import target_states
+from peagle.training.checkpoints import load_latest, save_checkpoint
+from peagle.training.identity import full_identity, same_target, target_identity
 from peagle.training.trainer import train_on
 
 from .helpers import ListedAnswers, listed_answers, tiny_target
@@ -137,5 +140,69 @@ def test_resume_refuses_other_settings_and_other_data(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds a run already"):
         train_on(config(tmp_path, resume="never"), target, answers, say=quiet)
     result = train_on(config(tmp_path, max_steps=3), target, answers, say=quiet)  # a limit may change
+    assert result is not None
+    assert result.steps == 3
+
+
+def test_another_fine_tune_of_the_target_is_refused(tmp_path: Path) -> None:
+    target, answers = tiny_target(), listed_answers(40)
+    train_on(config(tmp_path, max_steps=2), target, answers, say=quiet)
+    with torch.no_grad():
+        target.layers[2].mlp.up_proj.weight.mul_(1.05)
+    with pytest.raises(InputError, match=r"target: fingerprint (\w+)-\w+ -> \1-\w+[;)]"):
+        train_on(config(tmp_path, max_steps=3), target, answers, say=quiet)
+
+
+def test_a_target_is_recognised_without_its_layers_and_in_another_dtype() -> None:
+    target = tiny_target()
+    target.model.to(torch.bfloat16)
+    of_all, without = full_identity(target), target_identity(target)
+    assert of_all.startswith(f"{without}-")
+    assert full_identity(Target(target.model.float(), None, "tiny", frozenset({2}))) == of_all
+    assert same_target(of_all, of_all)
+    assert same_target(of_all, without)  # a run of an earlier version
+    assert same_target(without, of_all)
+    other = full_identity(tiny_target(seed=9))
+    assert not same_target(of_all, other)
+    assert not same_target(without, other)
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Its checkpoints have no look at the layers and no dtypes in them."""
+    target, answers = tiny_target(), listed_answers(40)
+    train_on(config(tmp_path, max_steps=2), target, answers, say=quiet)
+    saved = load_latest(tmp_path / "checkpoints")
+    assert saved is not None
+    del saved["computed"]
+    save_checkpoint(tmp_path / "checkpoints", 2, saved | {"target": target_identity(target)}, keep=1)
+    with pytest.raises(InputError, match="dtype: 'auto' -> 'bfloat16'"):
+        train_on(config(tmp_path, max_steps=3, dtype="bfloat16"), target, answers, say=quiet)
+    result = train_on(config(tmp_path, max_steps=3), target, answers, say=quiet)
+    assert result is not None
+    assert result.steps == 3
+    saved = load_latest(tmp_path / "checkpoints")
+    assert saved is not None
+    assert saved["target"] == full_identity(target)
+
+
+def test_what_a_run_computes_in_stays(tmp_path: Path) -> None:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
+    target, answers = tiny_target(), listed_answers(40)
+    target.model.to(torch.bfloat16)
+    train_on(config(tmp_path, max_steps=2, dtype="bfloat16"), target, answers, say=quiet)
+    mixed = "dtype: head in bfloat16, target in bfloat16 -> head in float32, target in bfloat16"
+    with pytest.raises(InputError, match=mixed):
+        train_on(config(tmp_path, max_steps=3), target, answers, say=quiet)
+    target.model.float()
+    with pytest.raises(InputError, match="-> head in bfloat16, target in float32"):
+        train_on(config(tmp_path, max_steps=3, dtype="bfloat16"), target, answers, say=quiet)
+    with pytest.raises(InputError, match="dtype: head in bfloat16"):
+        train_on(config(tmp_path, max_steps=3), target, answers, say=quiet)
+
+
+def test_auto_and_the_dtype_it_stands_for_are_one(tmp_path: Path) -> None:
+    target, answers = tiny_target(), listed_answers(40)
+    train_on(config(tmp_path, max_steps=2), target, answers, say=quiet)
+    result = train_on(config(tmp_path, max_steps=3, dtype="float32"), target, answers, say=quiet)
     assert result is not None
     assert result.steps == 3

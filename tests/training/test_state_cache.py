@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from peagle.drafter.loading import load_drafter
 from peagle.errors import InputError
 from peagle.training import target_states
+from peagle.training.checkpoints import checkpoint_folders, load_latest
 from peagle.training.state_cache import Placed, StateCache
 from peagle.training.trainer import train_on
 
@@ -78,6 +80,50 @@ def test_a_run_of_several_epochs_gives_the_same_head(tmp_path: Path, gib: float,
     assert kept == (result.steps // 3 if gib == 1.0 else len(calls) - kept)
     one, other = (load_drafter(tmp_path / name / "head").state_dict() for name in ("cached", "plain"))
     assert all(torch.allclose(one[name].float(), other[name].float(), atol=1e-2) for name in one)
+
+
+def test_long_packs_are_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time, where a step's packs together are too large to be held."""
+    monkeypatch.setattr(target_states, "ENCODE_BYTES", 1)
+    real, calls = target_states.encode_packs, []
+
+    def counting(*args: Any) -> Any:
+        calls.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(target_states, "encode_packs", counting)
+    settings: dict[str, Any] = {"max_steps": None, "epochs": 3, "validation_documents": 0}
+    results = [
+        train_on(config(tmp_path / str(gib), state_cache_gib=gib, **settings), tiny_target(), listed_answers(20))
+        for gib in (1.0, 0.0)
+    ]
+    assert results[0] is not None
+    kept, packs = divmod(len(calls), 4)
+    assert packs == 0, "the first epoch with a cache, three without"
+    assert kept > results[0].steps // 3, "several packs a step"
+    one, other = (load_drafter(tmp_path / gib / "head").state_dict() for gib in ("1.0", "0.0"))
+    assert all(torch.allclose(one[name].float(), other[name].float(), atol=1e-2) for name in one)
+
+
+@pytest.mark.parametrize("gib", [2e-5, 1.0])
+def test_a_run_resumed_in_a_later_epoch_ends_the_same(tmp_path: Path, gib: float) -> None:
+    """Bit for bit, though its documents are computed in the company of other ones than those of the first epoch."""
+    settings: dict[str, Any] = {
+        "max_steps": None, "epochs": 3, "state_cache_gib": gib, "validation_documents": 0, "warmup_steps": 0,
+        "save_every": 1, "keep_checkpoints": 100,
+    }  # fmt: skip
+    result = train_on(config(tmp_path / "whole", **settings), tiny_target(), listed_answers(20), say=quiet)
+    assert result is not None
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    for later in checkpoint_folders(tmp_path / "part" / "checkpoints")[: result.steps - result.steps // 3 - 1]:
+        shutil.rmtree(later)
+    said: list[str] = []
+    train_on(config(tmp_path / "part", **settings), tiny_target(), listed_answers(20), say=said.append)
+    assert f"resumed at step {result.steps // 3 + 1}" in said
+    whole, part = (load_latest(tmp_path / name / "checkpoints") for name in ("whole", "part"))
+    assert whole is not None
+    assert part is not None
+    torch.testing.assert_close(part["drafter"], whole["drafter"], rtol=0, atol=0)
 
 
 def test_negative_room_is_refused(tmp_path: Path) -> None:

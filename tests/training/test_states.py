@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from peagle.data.shards import Answer, prepare_folder, write_shard
 from peagle.drafter import load_drafter
 from peagle.errors import InputError
 from peagle.target import Target
-from peagle.training import batches
+from peagle.training import batches, target_states
 from peagle.training import write_states as writing
 from peagle.training.state_cache import Placed
 from peagle.training.states import StoredStates
@@ -68,6 +69,26 @@ def test_training_from_cached_states_is_training_online(
     assert metrics(tmp_path / "cached") == metrics(tmp_path / "online")
     online, cached = (load_drafter(tmp_path / name / "head").state_dict() for name in ("online", "cached"))
     assert all(torch.equal(online[name], cached[name]) for name in online)
+
+
+def test_states_are_read_ahead_of_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, threads = bf16_target(), []
+    write(tmp_path / "states", target)
+    real = StoredStates.document
+
+    def watched(self: StoredStates, document: int, length: int) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(self, document, length)
+
+    monkeypatch.setattr(StoredStates, "document", watched)
+    settings: dict[str, Any] = {"hidden_states": str(tmp_path / "states"), "validation_documents": 0, "max_steps": 4}
+    train_on(config(tmp_path / "ahead", **settings), target, listed_answers(40), say=quiet)
+    assert set(threads) == {"batches"}
+    monkeypatch.setattr(target_states, "AHEAD_BYTES", 1)
+    threads.clear()
+    train_on(config(tmp_path / "own", **settings), target, listed_answers(40), say=quiet)
+    assert set(threads) == {threading.main_thread().name}, "too large to be held several steps ahead"
+    assert metrics(tmp_path / "ahead") == metrics(tmp_path / "own")
 
 
 def forbid_layers(target: Target) -> None:
@@ -238,20 +259,25 @@ def test_reading_to_a_gpu_gives_the_same(tmp_path: Path, dtype: str) -> None:
         torch.testing.assert_close(moved.cpu(), own, rtol=0, atol=0)
 
 
-def test_commands_write_states_and_train_from_them(
-    tmp_path: Path, target_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = target_folder("qwen3")
+def made_up_answers(folder: Path, model: Path) -> None:
+    """A data set of 12 documents of 20 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prepare_folder(tmp_path / "data", target_facts(str(model), tokenizer, VOCAB), {})
+    prepare_folder(folder, target_facts(str(model), tokenizer, VOCAB), {})
     rng = np.random.default_rng(0)
     write_shard(
-        tmp_path / "data" / "answers-00000.parquet",
+        folder / "answers-00000.parquet",
         [
             Answer(rng.integers(0, 250, 20).tolist(), [i >= 4 for i in range(20)], "made up", 0.0, "stop", str(n))
             for n in range(12)
         ],
     )
+
+
+def test_commands_write_states_and_train_from_them(
+    tmp_path: Path, target_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target_folder("qwen3")
+    made_up_answers(tmp_path / "data", model)
     arguments = ["hidden-states", str(model), str(tmp_path / "data"), "-o", str(tmp_path / "states"), "--store", "fp8"]
     dry = CliRunner().invoke(data_app, [*arguments, "--dry-run"])
     assert "240 tokens of 12 documents" in dry.output
@@ -273,3 +299,34 @@ def test_commands_write_states_and_train_from_them(
     assert result.finished
     error = CliRunner().invoke(data_app, [*arguments[:-1], "fp4"]).exception
     assert isinstance(error, InputError)
+
+
+def test_a_target_by_transformers_plan(
+    tmp_path: Path, target_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    model = target_folder("qwen3")
+    made_up_answers(tmp_path / "data", model)
+    arguments = ["hidden-states", str(model), str(tmp_path / "data"), "--device", "cpu", "-o"]
+    by_plan = ["--target-device-map", '{"": "cpu"}']
+    for name, more in (("plain", []), ("spread", by_plan)):
+        done = CliRunner().invoke(data_app, [*arguments, str(tmp_path / name), *more])
+        assert done.exit_code == 0, done.output
+    digests = [(tmp_path / name / "states-00000.sha256").read_text() for name in ("plain", "spread")]
+    assert digests[0] == digests[1]
+    error = CliRunner().invoke(data_app, [*arguments, str(tmp_path / "none"), *by_plan, "--engine", "vllm"]).exception
+    assert isinstance(error, InputError)
+    assert "--target-device-map: expected none with --engine vllm" in str(error)
+
+    for name, device_map in (("one", None), ("two", {"": "cpu"})):
+        settings = config(
+            tmp_path / name, target=str(model), data=str(tmp_path / "data"), aux_layer_ids=None, max_steps=2,
+            device="cpu", target_device_map=device_map,
+        )  # fmt: skip
+        result = train(settings, say=quiet)
+        assert result is not None
+        assert result.finished
+    assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="target_device_map: 2 processes share this machine's GPUs"):
+        train(settings, say=quiet)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ from peagle.config.training import TrainConfig
 from peagle.drafter import load_drafter
 from peagle.drafter.draft_vocabulary import read_draft_vocabulary
 from peagle.errors import InputError
+from peagle.training import weights
+from peagle.training.logs import MetricsLog
+from peagle.training.plots import plot_run
 from peagle.training.trainer import train_on
 
 from .helpers import ListedAnswers, ListedExample, listed_answers, tiny_target
@@ -149,6 +155,48 @@ def test_bfloat16_compute_follows_float32(tmp_path: Path, kind: str) -> None:
 def test_flex_on_a_cpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="attention: got 'flex'"):
         train_on(config(tmp_path, attention="flex"), tiny_target(), listed_answers(40), say=quiet)
+
+
+def test_head_and_its_frequent_tokens_appear_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise InputError("output: no space")
+
+    monkeypatch.setattr(weights, "write_draft_vocabulary", fail)
+    with pytest.raises(InputError, match="no space"):
+        train_on(config(tmp_path, validation_documents=0), tiny_target(), listed_answers(40), say=quiet)
+    assert not [path.name for path in tmp_path.iterdir() if "head" in path.name]
+
+
+@contextmanager
+def limited_file_size(size: int) -> Iterator[None]:
+    """No file of this process grows beyond `size` bytes: a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_log_on_a_full_disk_names_the_output(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0, -1, tensorboard=False)
+    with limited_file_size(300):
+        with pytest.raises(InputError, match=r"output: .* cannot be logged to \(File too large\)"):
+            log.write({"step": 1, "loss": 1.0, "accuracy": [0.1] * 400})
+        log.close()
+
+
+def test_a_plot_that_cannot_be_written_only_warns(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    line = {"step": 1, "loss": 1.0, "accuracy": [0.1]}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    with limited_file_size(300), pytest.warns(UserWarning, match=r"curves.png cannot be drawn \(.*File too large"):
+        assert plot_run(tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert plot_run(tmp_path) == tmp_path / "curves.png"
+    (tmp_path / "metrics.jsonl").write_text("{")
+    with pytest.warns(UserWarning, match="cannot be drawn"):
+        assert plot_run(tmp_path) is None
 
 
 def test_unwritable_output_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,6 +27,13 @@ def hidden_states(
     shard_gib: Annotated[float, typer.Option(help="Size of a shard file.")] = 2.0,
     dtype: Annotated[str, typer.Option(help="The target's: auto (its own on a GPU), float32 or bfloat16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    target_device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="Spread the target over this process's GPUs: auto, balanced, balanced_low_0, sequential, or a JSON "
+            "object from modules to devices."
+        ),
+    ] = None,
     engine: Annotated[str, typer.Option(help="peagle (the target in this process), or vllm.")] = "peagle",
     vllm_python: Annotated[
         str, typer.Option(help="The Python of the environment that vLLM is installed in.")
@@ -40,6 +47,7 @@ def hidden_states(
     disk looked at, before anything is written; shards carry checksums; a stopped run goes on when started again.
     """
     from peagle.cli.train import parse_layer_ids
+    from peagle.config.device_map import parse_device_map
     from peagle.data.dataset import open_dataset
     from peagle.target.loading import load_target
     from peagle.training.write_states import Encode, plan_states, target_encoder, write_states
@@ -52,12 +60,16 @@ def hidden_states(
     if engine not in ("peagle", "vllm"):
         raise InputError(f"--engine {engine}: expected peagle or vllm")
     by_vllm = engine == "vllm"
+    device_map = parse_device_map(target_device_map, "--target-device-map")
+    if by_vllm and device_map is not None:
+        raise InputError("--target-device-map: expected none with --engine vllm, whose own flags go into --vllm-args")
     if by_vllm and dtype == "auto":
         dtype = "bfloat16"
     vllm = VllmStates(vllm_python, dtype, json_object(vllm_args, "--vllm-args"))
     computed_in = f"{dtype} by vLLM {vllm.version()}" if by_vllm else None
     answers = open_dataset(folders)
-    loaded = load_target(target, dtype, "cpu" if by_vllm else device, layers="none" if by_vllm else "device")
+    layers: Literal["none", "device"] = "none" if by_vllm else "device"
+    loaded = load_target(target, dtype, "cpu" if by_vllm else device, layers=layers, device_map=device_map)
     if loaded.tokenizer is not None:
         answers.check_target(loaded.tokenizer, loaded.vocab_size)
     shard_bytes = int(shard_gib * 2**30)

@@ -99,7 +99,7 @@ def train(
         str | None, typer.Option(help="Folder of `peagle data hidden-states`, read instead of running the target.")
     ] = None,
     on_corrupt: Annotated[
-        str | None, typer.Option(help="A corrupt shard of it: stop (default), or skip its documents.")
+        str | None, typer.Option(help="A corrupt shard of answers or states: stop (default), or skip its documents.")
     ] = None,
     max_steps: Annotated[int | None, typer.Option(help="End after so many steps.")] = None,
     epochs: Annotated[
@@ -124,6 +124,16 @@ def train(
     loss_kernel: Annotated[str | None, typer.Option(help="auto (Triton on a GPU) or compile (torch.compile).")] = None,
     parallel: Annotated[
         str | None, typer.Option(help="Under torchrun: ddp (default), or fsdp, which shards a large head.")
+    ] = None,
+    target_device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="Spread the target over this process's GPUs: auto, balanced, balanced_low_0, sequential, or a JSON "
+            "object from modules to devices."
+        ),
+    ] = None,
+    activation_checkpointing: Annotated[
+        bool | None, typer.Option(help="Compute the head's layers again in the backward: less memory, slower [no].")
     ] = None,
     state_cache_gib: Annotated[
         float | None, typer.Option(help="Device memory for target states kept between epochs [0].")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from peagle.config.device_map import DeviceMap, parse_device_map
 from peagle.errors import InputError
 
 
@@ -94,6 +95,8 @@ class TrainConfig:
     compile: Literal["auto", "off"] = "auto"
     loss_kernel: Literal["auto", "compile"] = "auto"
     parallel: Literal["ddp", "fsdp"] = "ddp"  # several processes: whole copies, or shards of weights and optimizer
+    target_device_map: DeviceMap | None = None  # the target over several devices: a plan's name, or module -> device
+    activation_checkpointing: bool = False  # compute the head's layers again in the backward instead of keeping them
     state_cache_gib: float = 0.0  # device memory for target states kept from one epoch to the next
 
     # fields that a resumed run may change: they decide when it ends and how it runs, not what it computes
@@ -102,11 +105,14 @@ class TrainConfig:
             *("output", "resume", "max_steps", "epochs", "max_samples", "max_minutes"),
             *("validate_every", "log_every", "save_every", "save_minutes", "keep_checkpoints", "tensorboard"),
             *("device", "attention", "compile", "loss_kernel", "state_cache_gib", "on_corrupt", "parallel"),
+            *("activation_checkpointing", "target_device_map"),
         )
     )
 
     def __post_init__(self) -> None:
-        self.data = (self.data,) if isinstance(self.data, str) else tuple(self.data)
+        self.data = (self.data,) if isinstance(self.data, str) else self.data
+        self._check_types()
+        self.data = tuple(self.data)
         if self.aux_layer_ids is not None:
             self.aux_layer_ids = tuple(self.aux_layer_ids)
         for name in ("target", "output", "init"):
@@ -159,16 +165,49 @@ class TrainConfig:
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not low <= value <= high:
+            if not _is_number(value) or not low <= value <= high:
                 raise InputError(f"{name}: got {value!r}, expected {low:g} to {high:g}")
-        if self.ema_decay is not None and not (isinstance(self.ema_decay, int | float) and 0 < self.ema_decay < 1):
+        if self.ema_decay is not None and not (_is_number(self.ema_decay) and 0 < self.ema_decay < 1):
             raise InputError(f"ema_decay: got {self.ema_decay!r}, expected a number between 0 and 1 or None")
         for name in ("lr", "grad_clip", "max_minutes", "save_minutes", "ttt_decay", "depth_decay"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | float) or not 0 < value < math.inf):
+            if value is not None and (not _is_number(value) or not 0 < value < math.inf):
                 raise InputError(f"{name}: got {value!r}, expected a number above 0")
+        self.target_device_map = parse_device_map(self.target_device_map)
+        if self.target_device_map is not None and self.hidden_states is not None:
+            raise InputError(
+                f"target_device_map: got {self.target_device_map!r}, expected none with hidden_states: the target's "
+                "layers do not run"
+            )
         if self.unreached_weight != 1 and self.train_lm_head:
             raise InputError(f"unreached_weight: got {self.unreached_weight}, expected 1 with train_lm_head")
+
+    def _check_types(self) -> None:
+        """Of texts, switches and lists, which a file may give as something else; numbers are checked by their range."""
+        expected = {"bool": (bool, "true or false"), "str": (str, "a text"), "str | None": (str, "a text or none")}
+        for field in fields(self):
+            kind, what = expected.get(str(field.type), (object, ""))
+            value = getattr(self, field.name)
+            if not isinstance(value, kind) and not (value is None and field.type == "str | None"):
+                raise InputError(f"{field.name}: got {value!r}, expected {what}")
+        if not isinstance(self.data, list | tuple) or not all(isinstance(item, str) for item in self.data):
+            raise InputError(f"data: got {self.data!r}, expected a folder of answers or a list of folders")
+        ids: Any = self.aux_layer_ids
+        if ids is not None and not (isinstance(ids, list | tuple) and all(type(item) is int for item in ids)):
+            raise InputError(f"aux_layer_ids: got {ids!r}, expected a list of layer ids such as [2, 15, 27]")
+
+    def _refuse_useless(self, given: Iterable[str]) -> None:
+        """Raise InputError for a flag that says nothing beside the other settings."""
+        p_eagle, eagle3 = (self.kind == "p-eagle", "--kind p-eagle"), (self.kind == "eagle3", "--kind eagle3")
+        only: dict[str, tuple[bool, str]] = {
+            **dict.fromkeys(("k_train", "keep_rate", "depth_decay", "mask_token_id"), p_eagle),
+            **dict.fromkeys(("ttt_steps", "ttt_decay"), eagle3),
+            "decay_share": (self.schedule == "wsd", "--schedule wsd"),
+        }
+        for name in given:
+            counts, where = only.get(name, (True, ""))
+            if not counts:
+                raise InputError(f"--{name.replace('_', '-')}: only for {where}")
 
     @property
     def depths(self) -> int:
@@ -199,7 +238,10 @@ class TrainConfig:
 
     @classmethod
     def from_sources(cls, file: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
-        """A config from a TOML or JSON file (or none) with flags that are not None on top."""
+        """A config from a TOML or JSON file (or none) with flags that are not None on top.
+
+        Flags that change nothing are refused; a file may hold settings of both kinds of heads.
+        """
         values: dict[str, Any] = {}
         if file is not None:
             values = read_settings(file)
@@ -207,11 +249,18 @@ class TrainConfig:
         for name in values:
             if name not in known:
                 raise InputError(f"{file}: {name!r} is no training setting, expected one of {', '.join(sorted(known))}")
-        values |= {name: value for name, value in flags.items() if value is not None}
+        given = {name: value for name, value in flags.items() if value is not None}
+        values |= given
         for name in ("target", "data", "output"):
             if name not in values:
                 raise InputError(f"{name}: missing, expected it on the command line or in the config file")
-        return cls(**values)
+        config = cls(**values)
+        config._refuse_useless(given)
+        return config
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_settings(file: Path) -> dict[str, Any]:

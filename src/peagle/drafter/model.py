@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -112,6 +113,8 @@ class Drafter(nn.Module):
 
     mask_hidden: nn.Parameter | None
     d2t: Tensor | None
+    # keep a layer's input for the backward and compute the layer again there; training sets it
+    checkpoint_layers: bool = False
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -221,8 +224,14 @@ class Drafter(nn.Module):
         """
         cos, sin = self.rotary(hidden, positions[None])
         cos, sin = cos[0, :, None], sin[0, :, None]
+        again = self.checkpoint_layers and torch.is_grad_enabled()
         for layer in self.layers:
-            hidden = layer(hidden, embeds, cos, sin, attend)
+            if again:  # nothing in a layer is random: no generator's state to keep
+                hidden = checkpoint(
+                    layer, hidden, embeds, cos, sin, attend, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden = layer(hidden, embeds, cos, sin, attend)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,16 @@ def write_files(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]
 
 
 def save_drafter(
-    drafter: Drafter, path: str | os.PathLike[str], layout: Layout = "native", target_name: str = ""
+    drafter: Drafter,
+    path: str | os.PathLike[str],
+    layout: Layout = "native",
+    target_name: str = "",
+    more: Callable[[Path], object] | None = None,
 ) -> Path:
     """Write a head's folder, whole or not at all: it is filled beside its place and moved there when complete.
 
-    Files of the folder that are not the head's own (a model card) stay.
+    Files of the folder that are not the head's own (a model card) stay. more: called with the folder that is being
+    filled, to add files to it.
     """
     final = Path(path).expanduser()
     config = replace(drafter.config, dtype="bfloat16")
@@ -61,12 +67,14 @@ def save_drafter(
         raise InputError("lm_head: a head with a reduced vocabulary and no LM head of its own, expected a bound target")
     with work_folder(final, f"output: {final} cannot be written") as work:
         write_files(work, checkpoint_tensors(drafter, layout), config_json(config, layout, target_name))
+        if more is not None:
+            more(work)
         if not final.is_dir():
             os.chmod(work, 0o755)
             work.rename(final)
         else:
-            os.replace(work / "model.safetensors", final / "model.safetensors")
-            os.replace(work / "config.json", final / "config.json")
+            for file in sorted(work.iterdir(), reverse=True):
+                os.replace(file, final / file.name)
             for stale in (*final.glob("*.safetensors"), *final.glob("*.safetensors.index.json")):
                 if stale.name != "model.safetensors":
                     stale.unlink()

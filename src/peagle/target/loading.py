@@ -15,8 +15,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from peagle.config.device_map import DeviceMap, parse_device_map
 from peagle.errors import InputError
 from peagle.target.model import Target
+from peagle.target.sharding import check_device_map, check_places
 from peagle.work_folder import work_folder
 
 log = logging.getLogger(__name__)
@@ -189,18 +191,25 @@ def load_target(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     layers: Literal["device", "host", "none"] = "device",
+    device_map: DeviceMap | None = None,
 ) -> Target:
     """Load a decoder-only causal language model with its tokenizer, frozen, in evaluation mode.
 
     dtype: auto (`auto_dtype`) or a torch name. device: cuda when there is one, else cpu. layers: where the decoder
-    layers go when embeddings, last norm and LM head are all that will run: left on the host, or not read at all. Raises
-    InputError.
+    layers go when embeddings, last norm and LM head are all that will run: left on the host, or not read at all.
+    device_map: spread the model over devices by Transformers' plan of that name, or module by module (needs
+    accelerate); `device` is then where its states and what a head shares with it are wanted. Raises InputError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"dtype: got {dtype!r}, expected auto or one of {', '.join(DTYPES)}")
     where = parse_device(device)
     if where.type == "cuda" and where.index is not None:
         torch.cuda.set_device(where)  # Triton and CUDA graphs take the current one
+    device_map = parse_device_map(device_map)
+    if device_map is not None:
+        if layers != "device":
+            raise InputError("target_device_map: expected none where the target's layers do not run")
+        check_device_map(device_map)
     source = resolve_model(name_or_path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -209,7 +218,7 @@ def load_target(
     torch_dtype = auto_dtype(config, name_or_path, where.type) if dtype == "auto" else DTYPES[dtype]
     text = config.get_text_config()
     total_layers, verbosity = getattr(text, "num_hidden_layers", None), transformers_logging.get_verbosity()
-    changed = {}
+    changed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     if layers == "none":
         changed["config"] = config
         text.num_hidden_layers = 0
@@ -234,15 +243,19 @@ def load_target(
     except (OSError, ValueError, ImportError) as error:  # a package that it needs may be what is missing
         tokenizer = None
         log.warning("no tokenizer of %s could be loaded: token ids in, token ids out (%s)", name_or_path, reason(error))
+    home: torch.device | None = None
     if layers == "host":
         decoder = model.get_decoder()
         blocks, decoder.layers = decoder.layers, torch.nn.ModuleList()  # out of the way
         model.to(where)
         decoder.layers = blocks
-    else:
+    elif device_map is None:
         model.to(where)
+    else:
+        check_places(model, device_map)
+        home = torch.empty(0, device=where).device  # with its number
     ids = eos_ids(model.config.get_text_config(), model.generation_config, tokenizer)
-    return Target(model, tokenizer, name_or_path, ids, total_layers=total_layers)
+    return Target(model, tokenizer, name_or_path, ids, total_layers=total_layers, home=home)
 
 
 def target_fingerprint(target: Target) -> str:

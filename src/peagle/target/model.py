@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from peagle.drafter.config import vllm_aux_layer_ids
 from peagle.errors import InputError
 from peagle.target.paged_attention import KVCache, PagedBatch, attend_paged
+from peagle.target.sharding import HomeWeights, home_weights, read_parameter
 from peagle.target.support import check_paged, decoder_layers, refuse_attention
 
 PAGED = "peagle_paged"
@@ -86,6 +87,8 @@ class Target:
     draft_lm_head: Callable[[Tensor], Tensor] | None = None  # a faster, coarser LM head for drafts: rows to logits
     # the decoder over a paged cache in another form: token ids, positions, batch, caches, auxiliary layers to states
     fused: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+    # of a model spread over several devices: where its states and what a head shares with it are wanted
+    home: torch.device | None = None
     _captured: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +105,7 @@ class Target:
         for i, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(self._capture(i), with_kwargs=True)
         self._wanted: frozenset[int] = frozenset()
+        self._at_home: HomeWeights | None = None if self.home is None else home_weights(self.model, self.home)
 
     def _capture(self, layer: int) -> Any:
         def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -145,15 +149,25 @@ class Target:
     @property
     def embed_weight(self) -> Tensor:
         """Input embeddings [V, H] as a drafter sees them."""
+        if self._at_home is not None:
+            return self._at_home.embed
         return self.model.get_input_embeddings().weight
 
     @property
     def lm_head_weight(self) -> Tensor:
         """LM head [V, H]."""
+        if self._at_home is not None:
+            return self._at_home.lm_head
         return self.model.get_output_embeddings().weight
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """A parameter of the model, wherever it lies; one that was offloaded (a meta tensor) is read to the host."""
+        return read_parameter(self.model, parameter)
 
     def check_paged(self) -> None:
         """Refuse a model that cannot run over paged caches; `encode` can do with it all the same. Raises InputError."""
+        if self.home is not None:
+            raise InputError("target_device_map: the engine needs a model on one device, expected none")
         check_paged(self.model, self.config)
 
     def default_aux_layer_ids(self) -> tuple[int, int, int]:
@@ -200,12 +214,19 @@ class Target:
         Padding on the right never reaches a real position, so no mask is needed; rows of padding hold no meaning.
         """
         with self._mode(self.dense_attention, aux_layer_ids):
+            if self.home is None:
+                hidden = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+                return TargetStates(self._aux(aux_layer_ids), hidden)
+            first = self.model.get_input_embeddings().weight.device
+            if first.type != "meta":  # what is offloaded is moved to by its hook
+                input_ids = input_ids.to(first)
             hidden = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-            return TargetStates(self._aux(aux_layer_ids), hidden)
+            self._captured = {i: state.to(self.home) for i, state in self._captured.items()}
+            return TargetStates(self._aux(aux_layer_ids), hidden.to(self.home))
 
     def lm_logits(self, hidden: Tensor) -> Tensor:
         """LM head's input [..., H] -> logits [..., V], with the model's own scale and soft cap."""
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = self.model.get_output_embeddings()(hidden) if self._at_home is None else self._at_home.logits(hidden)
         if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * scale
         if (scaling := getattr(self.config, "logits_scaling", None)) is not None:  # Granite

@@ -56,12 +56,15 @@ class RowAttention:
     def over(self, lo: int, hi: int) -> Attend:
         """Attention for a pass of the drafter over rows [lo, hi) of the chunk."""
         run = self._flex(lo, hi) if self.backend == "flex" else self._dense(lo, hi)
+        before: dict[int, int] = {}  # passes that a layer had made before this one
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             made = self.passes.setdefault(layer, [])
-            made.append((k, v))
-            keys = made[0][0] if len(made) == 1 else torch.cat([pair[0] for pair in made])
-            values = made[0][1] if len(made) == 1 else torch.cat([pair[1] for pair in made])
+            earlier = made[: before.setdefault(layer, len(made))]
+            if len(made) == len(earlier):  # a checkpointed layer runs again in the backward; its first run is kept
+                made.append((k, v))
+            keys = torch.cat([*(pair[0] for pair in earlier), k]) if earlier else k
+            values = torch.cat([*(pair[1] for pair in earlier), v]) if earlier else v
             return run(q, keys, values, None if self.prefix is None else self.prefix[layer])
 
         return attend

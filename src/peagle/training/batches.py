@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from peagle.training.loops import repeating
 from peagle.training.rows import build_rows
 from peagle.training.scan import Answers
 from peagle.training.state_cache import Placed
+from peagle.training.states import StoredDocument
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,15 @@ class StepBatch:
     rows: int  # supervised rows
     weight: float  # sum of their weights, by which they are divided
     repeating: Tensor | None = None  # [packs, N] bool: tokens in exactly repeating text, for validation
+    stored: dict[int, StoredDocument] = field(default_factory=dict)  # of documents that were read ahead, on the host
 
     def pin(self) -> StepBatch:
         groups = [
             replace(g, ids=g.ids.pin_memory(), source=g.source.pin_memory(), place=g.place.pin_memory())
             for g in self.groups
         ]
-        return replace(self, packs=[[pin(c) for c in p] for p in self.packs], groups=groups)
+        stored = {number: of_one.pin() for number, of_one in self.stored.items()}
+        return replace(self, packs=[[pin(c) for c in p] for p in self.packs], groups=groups, stored=stored)
 
     def to(self, device: torch.device) -> StepBatch:
         groups = [group.to(device) for group in self.groups]
@@ -62,7 +65,7 @@ class BatchMaker:
     slice_rows: int
     loss_multiple: int
     seed: int
-    encode_tokens: int  # most padded tokens that the target reads in one call
+    encode_tokens: int  # most padded tokens that the target reads in one call; 0: each document in one of its own
     encode_overhead: int  # what one more call costs, in tokens
     encode_multiple: int = 1  # padded lengths are multiples of it
     stored: bool = False  # states are read from files: the target is given nothing to read

@@ -36,9 +36,10 @@ def estimate(
         tokens += batch.tokens
     float(state.sums.loss)
     seconds = (time.perf_counter() - began) / steps
-    reached = math.inf if plan.total_steps is None else plan.total_steps
+    left = math.inf if plan.total_steps is None else max(plan.total_steps - state.step, 0)
     if plan.config.max_minutes is not None:
-        reached = min(reached, 60 * plan.config.max_minutes / seconds)
+        left = min(left, max(60 * plan.config.max_minutes - state.elapsed(), 0.0) / seconds)
+    after = f" after the {state.step:,} that are done" if state.step else ""
     gib = 2**30
     trained = sum(p.numel() for p in weights.parameters)
     model = target_states.target.model
@@ -49,5 +50,5 @@ def estimate(
     )
     say(
         f"time: {seconds:.2f} s a step, {tokens / steps / seconds:,.0f} tokens/s (measured over {steps} steps, "
-        f"without validation): {reached:,.0f} steps, {reached * seconds / 60:.1f} minutes"
+        f"without validation): {left:,.0f} steps{after}, {left * seconds / 60:.1f} minutes"
     )

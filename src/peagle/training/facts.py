@@ -27,7 +27,7 @@ def description(plan: Plan, weights: Weights) -> list[str]:
         f"{steps}; an epoch is {len(schedule.epoch(0))} steps, {int(schedule.lengths.sum()):,} tokens, "
         f"{len(schedule.lengths)} documents; {config.packs_per_step} packs of {config.pack_length} a step; chunks of "
         f"{plan.sizes.chunk_size}, {plan.sizes.loss_rows} rows a loss slice; {plan.backend} attention, {plan.dtype} on "
-        f"{plan.device}",
+        f"{plan.device}" + (", activation checkpointing" if config.activation_checkpointing else ""),
     ]
     held = len(plan.held.lengths)
     if held < config.validation_documents:

@@ -195,7 +195,7 @@ def _copy_target_layers(drafter: Drafter, target: Target) -> str:
                 f"{list(own_weight.shape)}; starting from random weights"
             )
     for own_weight, source_weight in pairs:
-        own_weight.copy_(source_weight.to(own_weight.device, own_weight.dtype))
+        own_weight.copy_(target.read(source_weight).to(own_weight.device, own_weight.dtype))
     for name in ("q_proj", "k_proj", "v_proj"):
         drafter.get_parameter(f"layers.0.self_attn.{name}.weight")[:, :hidden] *= 0.1
     last = drafter.fc.in_features - target.hidden_size

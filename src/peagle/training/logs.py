@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from peagle.errors import InputError
 
 
 class MetricsLog:
@@ -41,8 +44,15 @@ class MetricsLog:
         os.replace(work, self.path)
 
     def write(self, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        """Add a line. Raises InputError when it cannot be written (a full disk)."""
+        try:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+            self._draw(values)
+        except OSError as error:
+            raise InputError(f"output: {self.path.parent} cannot be logged to ({error.strerror or error})") from error
+
+    def _draw(self, values: dict[str, Any]) -> None:
         if self.board is None:
             return
         for name, value in values.items():
@@ -54,9 +64,12 @@ class MetricsLog:
                         self.board.add_scalar(f"{name}/depth_{depth}", item, values["step"])
 
     def close(self) -> None:
-        self.file.close()
+        # both try once more to write what a full disk has refused; `write` has said so
+        with suppress(OSError):
+            self.file.close()
         if self.board is not None:
-            self.board.close()
+            with suppress(OSError):
+                self.board.close()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -56,16 +56,31 @@ def rows_per_anchor(depths: int, keep_rate: float) -> float:
 
 
 def choose_chunk_size(
-    config: DrafterConfig, pack_length: int, depths: int, keep_rate: float, backend: Backend, itemsize: int, room: int
+    config: DrafterConfig,
+    pack_length: int,
+    depths: int,
+    keep_rate: float,
+    backend: Backend,
+    itemsize: int,
+    room: int,
+    checkpointed: bool = False,
 ) -> int:
-    """Anchors of a chunk whose graph fits in `room` bytes: the whole pack when it can, else equal parts of it."""
+    """Anchors of a chunk whose graph fits in `room` bytes: the whole pack when it can, else equal parts of it.
+
+    checkpointed: layers are computed again in the backward, so that one layer's graph is held at a time.
+    """
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     # what autograd keeps of a row in one layer: norms, residuals, projections, RoPE, MLP
     row = itemsize * (12 * config.hidden_size + 5 * config.intermediate_size + (5 * heads + 6 * kv_heads) * dim)
     if backend == "dense":
         row += 4 * heads * pack_length * max(itemsize, 4)  # scores, mask and weights against every depth-0 key
         row += 2 * depths * kv_heads * dim * itemsize  # gathered chain keys
-    row = row * config.num_hidden_layers + 8 * config.hidden_size * itemsize
+    layers = config.num_hidden_layers
+    if checkpointed:  # of the others their input, and the keys and values that later passes and chunks read
+        row += layers * (config.hidden_size + 2 * kv_heads * dim) * itemsize
+    else:
+        row *= layers
+    row += 8 * config.hidden_size * itemsize
     per_anchor = rows_per_anchor(depths, keep_rate) * row
     chunks = 1
     while chunks < pack_length and per_anchor * -(-pack_length // chunks) > room:
@@ -109,7 +124,14 @@ def choose_sizes(
     chunk, rows = config.chunk_size, config.loss_rows
     if chunk == "auto":
         chunk = before.get("chunk_size") or choose_chunk_size(
-            head, config.pack_length, config.depths, keep_rate, backend, itemsize, room
+            head,
+            config.pack_length,
+            config.depths,
+            keep_rate,
+            backend,
+            itemsize,
+            room,
+            config.activation_checkpointing,
         )
     if rows == "auto":
         rows = before.get("loss_rows") or choose_loss_rows(

@@ -23,6 +23,8 @@ from peagle.training.memory import Sizes, choose_sizes
 from peagle.training.scan import Answers, Scan, split_validation
 from peagle.training.schedule import Schedule
 
+CHEAP_CALL = 256  # overhead in tokens up to which documents may be read one by one: a CPU, or a target of about 2B
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -43,6 +45,12 @@ class Plan:
     total_steps: int | None
 
 
+def compute_dtype(config: TrainConfig, target: Target) -> torch.dtype:
+    """What the head computes in, beside this target."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return dtypes.get(config.dtype, torch.bfloat16 if target.device.type == "cuda" else torch.float32)
+
+
 def make_plan(
     config: TrainConfig,
     target: Target,
@@ -59,8 +67,7 @@ def make_plan(
     which it keeps, so that its sums round the same way. Raises InputError for attention that the device has not."""
     device = target.device
     cuda = device.type == "cuda"
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    dtype = dtypes.get(config.dtype, torch.bfloat16 if cuda else torch.float32)
+    dtype = compute_dtype(config, target)
     attention = "dense" if config.attention == "auto" and config.compile == "off" else config.attention
     backend = choose_backend(attention, device)
     if backend == "flex" and not cuda:
@@ -126,6 +133,10 @@ def _batch_maker(
     stored: bool,
 ) -> BatchMaker:
     cuda, stepwise = target.device.type == "cuda", config.kind == "eagle3"
+    overhead = call_overhead(target) if cuda else 64
+    together = max(config.pack_length, 32768 if cuda else 4096)
+    if config.state_cache_gib and overhead <= CHEAP_CALL:
+        together = 0  # each document alone, so that what is kept of it does not depend on the step that needed it first
     return BatchMaker(
         answers=answers,
         pack_length=config.pack_length,
@@ -141,8 +152,8 @@ def _batch_maker(
         slice_rows=sizes.loss_rows,
         loss_multiple=BLOCK if cuda else 1,  # whole tiles for the matrix products
         seed=config.seed,
-        encode_tokens=max(config.pack_length, 32768 if cuda else 4096),
-        encode_overhead=call_overhead(target) if cuda else 64,
+        encode_tokens=together,
+        encode_overhead=overhead,
         encode_multiple=64 if cuda else 1,
         stored=stored,
         rank=world.rank,

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def plot_run(folder: Path) -> Path | None:
-    """Write folder/curves.png; None where matplotlib is not installed or nothing was logged."""
+    """Write folder/curves.png; None where matplotlib is not installed, nothing was logged, or it cannot be written.
+
+    Only warns then: the head is there.
+    """
+    work = folder / "curves.png.tmp"
+    try:
+        return _plot(folder, work)
+    except Exception as error:  # a full disk, a damaged log, whatever matplotlib raises
+        warnings.warn(f"{folder / 'curves.png'} cannot be drawn ({error})", stacklevel=2)
+        with suppress(OSError):
+            work.unlink(missing_ok=True)
+        return None
+
+
+def _plot(folder: Path, work: Path) -> Path | None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -40,7 +56,6 @@ def plot_run(folder: Path) -> Path | None:
     length.set(xlabel="step", ylabel="acceptance length (validation)")
     if checks:
         length.legend()
-    work = folder / "curves.png.tmp"
     figure.savefig(work, format="png", dpi=120)
     os.replace(work, folder / "curves.png")
     return folder / "curves.png"

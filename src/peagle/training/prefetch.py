@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from peagle.training.batches import BatchMaker, StepBatch
 from peagle.training.schedule import Schedule
 
 
 def prefetch(
-    maker: BatchMaker, schedule: Schedule, first: int, last: int | None, pinned: bool
+    maker: BatchMaker,
+    schedule: Schedule,
+    first: int,
+    last: int | None,
+    pinned: bool,
+    read_ahead: Callable[[StepBatch], StepBatch] | None = None,
 ) -> Generator[StepBatch, None, None]:
-    """Batches of the steps first, first + 1, .. (below `last`), made on a background thread, two ahead."""
+    """Batches of the steps first, first + 1, .. (below `last`), made on a background thread, two ahead.
+
+    read_ahead: adds what is read from files.
+    """
     ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(maxsize=2)
     stop = threading.Event()
 
@@ -36,6 +44,8 @@ def prefetch(
                     epoch, at = epoch + 1, 0
                     continue
                 batch = maker.make(step, steps[at], stream=1)
+                if read_ahead is not None:
+                    batch = read_ahead(batch)
                 if not put(batch.pin() if pinned else batch):
                     return
                 step, at = step + 1, at + 1

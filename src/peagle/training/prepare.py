@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,10 @@ from peagle.target.model import Target
 from peagle.training.distributed import World
 from peagle.training.draft_vocab import DraftVocab, choose_draft_vocab
 from peagle.training.facts import description
-from peagle.training.identity import target_identity
+from peagle.training.identity import full_identity
 from peagle.training.init import choose_mask_token, new_drafter
 from peagle.training.init_from_head import mask_token_of
-from peagle.training.plan import Plan, make_plan
+from peagle.training.plan import Plan, compute_dtype, make_plan
 from peagle.training.resume import Sources, load_run, restore
 from peagle.training.scan import Answers, Scan, scan_answers
 from peagle.training.state_cache import StateCache
@@ -49,7 +49,8 @@ def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable
     data = answers.fingerprint
     if left_out:  # other data, as far as going on with a run is concerned
         data = hashlib.sha256(f"{data} without {left_out}".encode()).hexdigest()
-    sources = Sources(data, target_identity(target), states_name(stored))
+    computed = f"head in {compute_dtype(config, target)}, target in {target.dtype}".replace("torch.", "")
+    sources = Sources(data, full_identity(target), states_name(stored), computed)
     saved = load_run(config, sources)
 
     scan = scan_answers(answers, config.pack_length, target.vocab_size).without(left_out)
@@ -76,7 +77,7 @@ def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable
     target_states = TargetStates(target, stored, cache, layers, config.pack_length, plan.dtype)
     state = new_state(config.depths, plan.device)
     if saved is not None:
-        restore(saved, weights, state)
+        restore(saved, weights, state, world)
         say(f"resumed at step {state.step}")
     weights.copy.refresh()
     for line in description(plan, weights):
@@ -99,6 +100,7 @@ def _first_head(
         kept = f"{config.draft_vocab_size} of {target.vocab_size} ids"
         say(f"draft vocabulary: {kept}, {vocab.coverage:.2%} of the answers' tokens")
     drafter, remarks = new_drafter(config, target, mask_token, vocab)
+    drafter.config = replace(drafter.config, max_train_length=int(scan.lengths.max()))
     for remark in remarks:
         say(remark)
     return drafter, vocab

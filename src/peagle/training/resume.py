@@ -12,6 +12,8 @@ from peagle.config.training import TrainConfig
 from peagle.errors import InputError
 from peagle.training.average import local
 from peagle.training.checkpoints import checkpoint_folders, load_latest, save_checkpoint
+from peagle.training.distributed import World
+from peagle.training.identity import same_target
 from peagle.training.plan import Plan
 from peagle.training.sharded import load_optimizer, load_tensors, load_weights, whole
 from peagle.training.train_state import TrainState
@@ -23,11 +25,13 @@ STATE_FORMAT = 2
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run learns from: fingerprints of data and target, and where the target's states come from."""
+    """What a run learns from: fingerprints of data and target, where the target's states come from, and in what head
+    and target compute."""
 
     data: str
     target: str
     states: str
+    computed: str
 
 
 def checkpoints_of(config: TrainConfig) -> Path:
@@ -49,11 +53,15 @@ def load_run(config: TrainConfig, sources: Sources) -> dict[str, Any] | None:
     changed = config.differences(saved["config"])
     # where target, data and states lie may change, what they are may not
     changed = [line for line in changed if not line.startswith(("target:", "data:", "hidden_states:"))]
+    if "computed" in saved:  # earlier versions did not say; auto is another dtype on another device
+        changed = [line for line in changed if not line.startswith("dtype:")]
+        if saved["computed"] != sources.computed:
+            changed.append(f"dtype: {saved['computed']} -> {sources.computed}")
     if saved.get("states", "online") != sources.states:
         changed.append(f"hidden_states: {saved.get('states', 'online')} -> {sources.states}")
     if saved["data"] != sources.data:
         changed.append(f"data: fingerprint {saved['data'][:16]} -> {sources.data[:16]}")
-    if saved["target"] != sources.target:
+    if not same_target(saved["target"], sources.target):
         changed.append(f"target: fingerprint {saved['target']} -> {sources.target}")
     if changed:
         raise InputError(
@@ -63,7 +71,7 @@ def load_run(config: TrainConfig, sources: Sources) -> dict[str, Any] | None:
     return saved
 
 
-def restore(saved: dict[str, Any], weights: Weights, state: TrainState) -> None:
+def restore(saved: dict[str, Any], weights: Weights, state: TrainState, world: World) -> None:
     """Put weights, optimizer, generator and state where the checkpoint left them; `weights.copy` is to be refreshed."""
     load_weights(weights.drafter, saved["drafter"])
     load_optimizer(weights.optimizer, saved["optimizer"])
@@ -77,7 +85,9 @@ def restore(saved: dict[str, Any], weights: Weights, state: TrainState) -> None:
     if saved.get("validation") is not None:
         state.validation = Validation(**saved["validation"])
     log, sums = saved["log"], state.sums
-    sums.stats, sums.loss = log["stats"].to(sums.stats.device), log["loss"].to(sums.loss.device)
+    if world.first:  # they are all processes' already, and are summed over the processes again
+        sums.stats = log["stats"].to(sums.stats.device)
+    sums.loss = log["loss"].to(sums.loss.device)
     sums.steps, sums.tokens = log["steps"], log["tokens"]
 
 
@@ -109,6 +119,7 @@ def _content(plan: Plan, sources: Sources, weights: Weights, state: TrainState) 
         "data": sources.data,
         "target": sources.target,
         "states": sources.states,
+        "computed": sources.computed,
         "sizes": asdict(plan.sizes),
         "drafter": weights.drafter.state_dict(),
         "optimizer": weights.optimizer.state_dict(),

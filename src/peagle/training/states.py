@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,23 @@ from torch import Tensor
 from peagle.errors import InputError
 from peagle.training.distributed import World
 from peagle.training.fp8 import from_fp8
+from peagle.training.identity import same_target
 from peagle.training.state_cache import Placed
 from peagle.training.states_plan import file_digest, is_finished, read_plan, written_digest
 
 VERIFIED_FILE = "verified.json"
+
+
+class StoredDocument(NamedTuple):
+    """A document's aux [length, S H], hidden [length, H] and, for fp8, scale [length, S + 1], on the host."""
+
+    aux: Tensor
+    hidden: Tensor
+    scale: Tensor | None
+
+    def pin(self) -> StoredDocument:
+        scale = None if self.scale is None else self.scale.pin_memory()
+        return StoredDocument(self.aux.pin_memory(), self.hidden.pin_memory(), scale)
 
 
 class StoredStates:
@@ -49,7 +63,7 @@ class StoredStates:
         cut shorter than the wanted lengths [D]."""
         plan = self.plan
         wrong = []
-        if plan.target_fingerprint != target:
+        if not same_target(plan.target_fingerprint, target):
             wrong.append(f"made with the target {plan.target} ({plan.target_fingerprint}), this one is {target}")
         if plan.data != data:
             wrong.append(f"made of data {plan.data[:16]}, this is {data[:16]}")
@@ -100,8 +114,8 @@ class StoredStates:
     def documents(self, shards: Sequence[int]) -> list[int]:
         return [document for shard in shards for document in self.plan.shards[shard]]
 
-    def document(self, document: int, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The first `length` tokens' aux [length, S H], hidden [length, H] and, for fp8, scale [length, S + 1]."""
+    def document(self, document: int, length: int) -> StoredDocument:
+        """The states of a document's first `length` tokens. Raises InputError when they cannot be read."""
         shard, first, _ = self._place[document]
         file = self.plan.file(self.folder, shard)
         try:
@@ -109,7 +123,7 @@ class StoredStates:
                 self._open[shard] = safe_open(file, "pt")
             opened, rows = self._open[shard], slice(first, first + length)
             scale = opened.get_slice("scale")[rows] if self.plan.dtype == "fp8" else None
-            return opened.get_slice("aux")[rows], opened.get_slice("hidden")[rows], scale
+            return StoredDocument(opened.get_slice("aux")[rows], opened.get_slice("hidden")[rows], scale)
         except (SafetensorError, OSError) as error:
             raise InputError(f"hidden_states: {file} cannot be read ({error})") from error
 
@@ -121,28 +135,32 @@ class StoredStates:
         dtype: torch.dtype,
         hidden_dtype: torch.dtype,
         device: torch.device,
+        ahead: Mapping[int, StoredDocument] = MappingProxyType({}),
     ) -> tuple[Tensor, Tensor]:
         """States as `encode_packs` gives them: aux [end - start, S H] in `dtype`, hidden [end - start, H] in
-        `hidden_dtype`, zeros in padding. placed: documents in packs laid end to end, of which [start, end) is read."""
+        `hidden_dtype`, zeros in padding. placed: documents in packs laid end to end, of which [start, end) is read.
+        ahead: those that were read before."""
         layers, width = len(self.plan.aux_layer_ids), self.plan.hidden_size
         aux = torch.zeros(end - start, layers * width, dtype=dtype, device=device)
         hidden = torch.zeros(end - start, width, dtype=hidden_dtype, device=device)
 
         def move(tensor: Tensor) -> Tensor:
             # pinned, so that the host need not wait until the device has come that far
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+            if device.type != "cuda":
+                return tensor
+            return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
         for item in placed:
             if not start <= item.start < end:
                 continue
-            a, h, scale = self.document(item.document, item.length)
+            states = ahead.get(item.document) or self.document(item.document, item.length)
             span = slice(item.start - start, item.start - start + item.length)
-            if scale is None:
-                aux[span], hidden[span] = move(a), move(h)
+            if states.scale is None:
+                aux[span], hidden[span] = move(states.aux), move(states.hidden)
             else:
-                scale = move(scale)
-                aux[span] = from_fp8(move(a), scale[:, :layers], dtype)
-                hidden[span] = from_fp8(move(h), scale[:, layers:], hidden_dtype)
+                scale = move(states.scale)
+                aux[span] = from_fp8(move(states.aux), scale[:, :layers], dtype)
+                hidden[span] = from_fp8(move(states.hidden), scale[:, layers:], hidden_dtype)
         return aux, hidden
 
 

@@ -49,7 +49,7 @@ def train_step(
         if whole is not None:
             aux, hidden = (of_all[i * n : (i + 1) * n] for of_all in whole)
         else:
-            aux, hidden = target_states.read(batch, i, 1)
+            aux, hidden = target_states.read_kept(batch, i, 1)
             mark("target forward")
         result = pack_gradients(plan, weights, target_states.target, chunks, aux, hidden, mark)
         sums.stats += result.stats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from peagle.training.state_cache import StateCache
 from peagle.training.states import StoredStates
 
 ENCODE_BYTES = 2 << 30  # auxiliary and hidden states of the packs that are encoded together
+AHEAD_BYTES = 1 << 30  # stored states of a step that are read before it is its turn; up to four steps are on the host
 
 
 def states_name(stored: StoredStates | None) -> str:
@@ -42,7 +43,7 @@ class TargetStates:
         n, target = self.pack_length, self.target
         start, end = first * n, (first + count) * n
         if self.stored is not None:
-            return self.stored.read(batch.placed, start, end, self.dtype, target.dtype, target.device)
+            return self.stored.read(batch.placed, start, end, self.dtype, target.dtype, target.device, batch.stored)
         groups = batch.groups
         if count < len(batch.packs):
             groups = [part for group in groups if (part := group.within(start, end)) is not None]
@@ -50,15 +51,31 @@ class TargetStates:
         with fits(f"pack_length: the target's pass over documents of up to {n} tokens", remedy):
             return encode_packs(target, groups, end - start, self.aux_layer_ids, self.dtype)
 
+    def read_ahead(self, batch: StepBatch) -> StepBatch:
+        """The batch with the stored states of its documents on the host, for another thread to make; as it is where
+        they are not stored or too large to be held several steps ahead."""
+        if self.stored is None or self._bytes(batch) > AHEAD_BYTES:
+            return batch
+        wanted = [item for item in batch.placed if item.document not in self.cache.starts]
+        return replace(batch, stored={i.document: self.stored.document(i.document, i.length) for i in wanted})
+
     def read_all(self, batch: StepBatch) -> tuple[Tensor, Tensor] | None:
-        """States of all packs, which are kept for the next epoch where there is room; None when they are too large to
-        be held at once, or there are none."""
-        count = len(batch.packs)
-        token_bytes = self.aux_size * self.dtype.itemsize + self.target.hidden_size * self.target.dtype.itemsize
-        if not count or count * self.pack_length * token_bytes > ENCODE_BYTES:
+        """`read_kept` of all packs; None when they are too large to be held at once, or there are none."""
+        if not batch.packs or self._bytes(batch) > ENCODE_BYTES:
             return None
-        states = self.cache.get(batch.placed, count * self.pack_length)
+        return self.read_kept(batch, 0, len(batch.packs))
+
+    def read_kept(self, batch: StepBatch, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """What `read` gives, kept for the next epoch where there is room."""
+        start, end = first * self.pack_length, (first + count) * self.pack_length
+        placed = [replace(item, start=item.start - start) for item in batch.placed if start <= item.start < end]
+        states = self.cache.get(placed, end - start)
         if states is None:
-            states = self.read(batch, 0, count)
-            self.cache.put(batch.placed, *states)
+            states = self.read(batch, first, count)
+            self.cache.put(placed, *states)
         return states
+
+    def _bytes(self, batch: StepBatch) -> int:
+        """Of the states of all packs."""
+        token = self.aux_size * self.dtype.itemsize + self.target.hidden_size * self.target.dtype.itemsize
+        return len(batch.packs) * self.pack_length * token

@@ -13,11 +13,11 @@ import torch
 from tqdm import tqdm
 
 from peagle.config.training import TrainConfig
-from peagle.data.dataset import open_dataset
-from peagle.drafter.draft_vocabulary import write_draft_vocabulary
 from peagle.errors import InputError
 from peagle.target.loading import load_target, parse_device
 from peagle.target.model import Target
+from peagle.target.sharding import check_alone_on_host
+from peagle.training.answers import open_answers
 from peagle.training.distributed import World, join, leave
 from peagle.training.estimate import estimate
 from peagle.training.facts import run_facts
@@ -54,15 +54,21 @@ def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None]
 
     dry_run: prepare everything, say what would be trained, and stop.
     """
+    if config.target_device_map is not None:
+        check_alone_on_host()
     device = str(parse_device(None if config.device == "auto" else config.device))
     world, device = join(device)
     try:
-        answers = open_dataset(list(config.data))
+        if config.parallel == "fsdp" and world.size == 1:
+            raise InputError("--parallel fsdp: only for several processes (torchrun); there is one")
+        answers = open_answers(config.data, config.on_corrupt, say if world.first else _say_nothing)
         # with cached states embeddings and LM head are all that runs; a head may start from the last layers
         layers: Literal["device", "host", "none"] = "device"
         if config.hidden_states is not None:
             layers = "host" if config.init == "target" else "none"
-        target = load_target(config.target, dtype=config.dtype, device=torch.device(device), layers=layers)
+        target = load_target(
+            config.target, config.dtype, torch.device(device), layers=layers, device_map=config.target_device_map
+        )
         if target.tokenizer is not None:
             answers.check_target(target.tokenizer, target.vocab_size)
         return train_on(config, target, answers, dry_run, say, world)
@@ -112,7 +118,8 @@ def _train(run: Run, say: Callable[[str], None]) -> TrainResult:
         warmup = min(warmup, plan.total_steps // 10)
     bar = ProgressBar(plan.total_steps, config.max_minutes, state.step, state.elapsed(), not world.first)
     plan = run.plan = prove_attention(plan, weights, target_states, state.step)
-    batches = prefetch(plan.maker, plan.schedule, state.step, plan.total_steps, plan.device.type == "cuda")
+    pinned = plan.device.type == "cuda"
+    batches = prefetch(plan.maker, plan.schedule, state.step, plan.total_steps, pinned, target_states.read_ahead)
     state.sums.began = time.monotonic()
     try:
         with stop_signals() as stop, bar:
@@ -158,18 +165,11 @@ def _train(run: Run, say: Callable[[str], None]) -> TrainResult:
         if log is not None:
             log.close()
     head = folder / "head"
-    _write_head(run, head)
+    write_head(head, weights, target_states.target, world, run.token_counts)
     if world.first:
         plot_run(folder)
     say(f"wrote {head} after {state.step} steps, {state.documents} documents, {state.tokens:,} tokens")
     return TrainResult(state.step, True, head, state.validation)
-
-
-def _write_head(run: Run, folder: Path) -> None:
-    """The head as it is now, with the list of frequent tokens that a CPU drafts from."""
-    write_head(folder, run.weights, run.target_states.target, run.plan.world)
-    if run.plan.world.first and run.token_counts is not None and run.token_counts.any():
-        write_draft_vocabulary(folder, run.token_counts)
 
 
 def _validate(run: Run, log: MetricsLog | None) -> None:
@@ -190,7 +190,8 @@ def _validate(run: Run, log: MetricsLog | None) -> None:
     state.validation, state.validated_at = found, state.step
     if found.without_loops > state.best:
         state.best = found.without_loops
-        _write_head(run, Path(plan.config.output) / "best")
+        best = Path(plan.config.output) / "best"
+        write_head(best, weights, target_states.target, plan.world, run.token_counts)
     if log is None:
         return
     log.write(found.log_values(state.step))

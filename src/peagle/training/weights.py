@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
+from peagle.drafter.draft_vocabulary import write_draft_vocabulary
 from peagle.drafter.model import Drafter
 from peagle.drafter.saving import save_drafter
 from peagle.target.model import Target
@@ -54,6 +58,7 @@ def make_weights(plan: Plan, drafter: Drafter, target: Target) -> Weights:
         sharded = ShardedDrafter(drafter, plan.dtype)
     copy = sharded or ComputeCopy(drafter, plan.dtype)
     copy.bind(target.embed_weight, target.lm_head_weight)
+    copy.compute.checkpoint_layers = config.activation_checkpointing
     fused = plan.compiled and plan.backend == "flex"
     if fused:
         fuse_elementwise(copy.compute)
@@ -69,12 +74,20 @@ def make_weights(plan: Plan, drafter: Drafter, target: Target) -> Weights:
     )
 
 
-def write_head(folder: Path, weights: Weights, target: Target, world: World) -> None:
-    """Write the head as it is now (every process calls this, the first one writes)."""
+def write_head(
+    folder: Path, weights: Weights, target: Target, world: World, token_counts: NDArray[np.int64] | None
+) -> None:
+    """Write the head as it is now (every process calls this, the first one writes).
+
+    token_counts [V]: of the answers, for the list of frequent tokens that a CPU drafts from; None for no list.
+    """
+    more: Callable[[Path], object] | None = None
+    if token_counts is not None and token_counts.any():
+        more = functools.partial(write_draft_vocabulary, counts=token_counts)
     with weights.as_written():
         drafter = weights.drafter
         if weights.sharded is not None:
             drafter = weights.sharded.whole()
             drafter.bind(target.embed_weight, target.lm_head_weight)
         if world.first:
-            save_drafter(drafter, folder, target_name=target.name_or_path)
+            save_drafter(drafter, folder, target_name=target.name_or_path, more=more)
