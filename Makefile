@@ -1,6 +1,7 @@
 # Each target makes the environment that it needs; nothing has to be installed first but Python 3.11 to 3.13.
 PYTHON ?= python3
-# Plain torch pulls gigabytes of CUDA on Linux: the CPU environments pin the CPU build. With a GPU: make TORCH=torch demo
+# Plain torch pulls gigabytes of CUDA on Linux: the CPU environments pin a version that pip's index, as it is set up, has a
+# CPU build of (elsewhere PIP_EXTRA_INDEX_URL can name PyTorch's index of them). With a GPU: make clean, make TORCH=torch demo
 TORCH ?= torch==2.13.0
 DEMO := .venv-demo
 DEV := .venv

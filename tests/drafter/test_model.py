@@ -1,4 +1,4 @@
-"""The network against a plain implementation written here from DESIGN section 2, row by row and head by head."""
+"""The network against a plain implementation written here from docs/method.md, row by row and head by head."""
 
 import math
 

@@ -129,7 +129,7 @@ LAYER = {
 
 
 def test_native_tensor_names(tmp_path):
-    """The names of DESIGN section 3; vLLM prefixes all but the last four groups with `model.` itself."""
+    """The names of docs/method.md; vLLM prefixes all but the last four groups with `model.` itself."""
     drafter = make_drafter(num_hidden_layers=2, draft_vocab_size=20, own_embed_tokens=True, own_lm_head=True)
     tensors = load_file(save_drafter(drafter, tmp_path / "head") / "model.safetensors")
     expected = {f"midlayer.{name}" for name in LAYER | {"hidden_norm.weight"}} | {f"layers.1.{name}" for name in LAYER}

@@ -1,4 +1,4 @@
-"""What the engine gives the drafter: its logits at every depth, and the cache it leaves (DESIGN section 2)."""
+"""What the engine gives the drafter: its logits at every depth, and the cache it leaves (docs/method.md, "Rows")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draft batch against a slow version that follows DESIGN section 2 request by request."""
+"""The draft batch against a slow version that follows docs/method.md request by request."""
 
 from __future__ import annotations
 

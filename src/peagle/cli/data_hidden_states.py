@@ -36,7 +36,7 @@ def hidden_states(
     ] = None,
     engine: Annotated[str, typer.Option(help="peagle (the target in this process), or vllm.")] = "peagle",
     vllm_python: Annotated[
-        str, typer.Option(help="The Python of the environment that vLLM is installed in.")
+        str, typer.Option(help="The Python of the environment that vLLM is installed in.", show_default="this Python")
     ] = sys.executable,
     vllm_args: Annotated[str, typer.Option(help='JSON for vLLM, e.g. {"tensor_parallel_size": 8}.')] = "{}",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how much would be written, and stop.")] = False,

@@ -20,7 +20,7 @@ def vllm_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """The dimensions and conventions of one head (DESIGN sections 2 and 3).
+    """The dimensions and conventions of one head (docs/method.md, "The network", "The checkpoint").
 
     `aux_hidden_state_layer_ids` index the target: id i is the state that enters layer i, Transformers'
     `hidden_states[i]`. They are empty when the checkpoint names none, as many of other makers do not: then

@@ -1,5 +1,5 @@
-"""What heads' config.json and tensors are called (DESIGN section 3): the native layout, which stock vLLM loads, and
-speculators'."""
+"""What heads' config.json and tensors are called (docs/method.md, "The checkpoint"): the native layout, which stock
+vLLM loads, and speculators'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafter network (DESIGN section 2): one module for training and for the engine.
+"""The drafter network (docs/method.md, "The network"): one module for training and for the engine.
 
 Attention is handed in, because a training step, a prefill and a decoding step see the same rows through different
 masks and caches. What is computed around it is therefore the same code everywhere.

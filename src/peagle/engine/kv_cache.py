@@ -4,7 +4,7 @@ Prefix caching. A full block is found again by a key: a hash over its tokens, ch
 so that equal keys mean equal tokens from the start. One key serves the target's and the drafter's part of a block,
 because a hit must give both: a drafter row is made of the target's auxiliary states, which exist only in the step that
 computes the position. The drafter's row p also reads the token x[p+1], so the last row of a block belongs to one
-continuation only (DESIGN section 4). Therefore a key covers one token more than its block. The other ways are worse:
+continuation only (docs/method.md). Therefore a key covers one token more than its block. The other ways are worse:
 recomputing that one row needs auxiliary states that are gone, and letting the target recompute the last cached position
 would write into a block that others read. The price is that a prompt which differs right behind a block boundary
 computes that one block again. In return a hit never needs repair and never covers a whole prompt, since the token

@@ -1,4 +1,4 @@
-"""Which drafts the target agrees with (DESIGN section 4, step 2).
+"""Which drafts the target agrees with (docs/method.md, "One decoding step").
 
 A P-EAGLE or EAGLE-3 draft is one token, not a distribution. Rejection sampling against such a one-hot draft d accepts
 it with probability p(d) and otherwise draws from p without d. Drawing t from p and accepting d exactly when t = d is

@@ -1,4 +1,4 @@
-"""The draft batch: from the target's verification rows to the drafter's rows (DESIGN section 4, step 3).
+"""The draft batch: from the target's verification rows to the drafter's rows (docs/method.md, "One decoding step").
 
 The drafter's row for position p reads token x[p+1] and the target's auxiliary states at p, and its keys and values go
 to the slot of position p. So after verification a request has its accepted rows with tokens shifted by one, the last of

@@ -1,4 +1,4 @@
-"""Attention over rows (DESIGN section 2): row (p, j) sees the depth-0 rows of its document up to p, and (p, 1..j).
+"""Attention over rows (docs/method.md): row (p, j) sees the depth-0 rows of its document up to p, and (p, 1..j).
 
 Two implementations of one rule. `dense` (any device, any dtype) scores each row against the depth-0 keys and against
 its own chain's few keys, which are gathered; `flex` (CUDA) is FlexAttention with a block mask computed from the rows'

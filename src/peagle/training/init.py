@@ -21,7 +21,7 @@ PLAIN_LLAMA = ("llama", "mistral", "smollm3")  # layers whose weights mean the s
 
 
 def choose_mask_token(target: Target, seen: np.ndarray, wanted: int | None) -> int:
-    """An id of the target's vocabulary that never occurs in text: DESIGN section 3's `ptd_token_id`.
+    """An id of the target's vocabulary that never occurs in text: docs/method.md, "The checkpoint": `ptd_token_id`.
 
     seen [V] bool: ids that occur in the data. Added (special) tokens that the chat template does not name come first,
     from the last one back, then ids that the tokenizer does not define, then any unseen id from the top. Raises

@@ -1,4 +1,4 @@
-"""The exact sequence partition (DESIGN section 5): the gradients of the flat pass with the memory of one chunk.
+"""The exact sequence partition (docs/method.md): the gradients of the flat pass with the memory of one chunk.
 
 Depth-0 rows see depth-0 rows alone. So their keys and values can be computed once without a graph; then the chunks run
 from last to first with a graph, each reading the keys and values before it as leaves. A chunk's backward starts from

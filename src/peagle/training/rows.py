@@ -1,4 +1,4 @@
-"""The rows of a pack: which (anchor, depth) pairs are trained, and what each reads and predicts (DESIGN section 2).
+"""The rows of a pack: which (anchor, depth) pairs are trained, and what each reads and predicts (docs/method.md).
 
 Depth d of an anchor keeps a row only where depth d-1 kept one, with probability `keep_rate` (conditional drop, the
 position sampling of PARD, arXiv 2504.18583, that P-EAGLE uses). An anchor therefore owns a chain of depth D >= 0.
