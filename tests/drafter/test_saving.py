@@ -31,6 +31,7 @@ VARIANTS = [
     {"fc_norm": True, "aux_hidden_state_layer_ids": (1, 4)},
     {"attention_bias": True},
     {"head_dim": 16, "rms_norm_eps": 1e-6, "k_train": None},
+    {"max_train_length": 2520, "draft_window": 1024},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "max_position_embeddings": 4096},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     {"hidden_size": 16, "target_hidden_size": HIDDEN, "own_embed_tokens": True, "own_lm_head": True},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,10 +56,11 @@ def make_engine(
     drafter: Drafter | None = None,
     k: int = 0,
     synthetic_rates: tuple[float, ...] | None = None,
+    draft_window: int | Literal["auto"] | None = "auto",
     **config: Any,
 ) -> Engine:
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128} | config
-    return Engine(target, drafter, k, EngineConfig(**settings), synthetic_rates)
+    return Engine(target, drafter, k, EngineConfig(**settings), synthetic_rates, draft_window=draft_window)
 
 
 def drain(engine: Engine) -> list[StepOutput]:

@@ -53,9 +53,12 @@ def acceptance(
     return [(request.output_token_ids, request.metrics) for request in requests]
 
 
+@pytest.mark.parametrize("window", [None, 9])
 @KINDS
-def test_chunks_blocks_and_the_prefix_cache(narrow: Target, prompts: list[list[int]], kind: str) -> None:
-    drafter, prompts = tiny_head(narrow, kind), prompts[1:]
+def test_chunks_blocks_and_the_prefix_cache(
+    narrow: Target, prompts: list[list[int]], kind: str, window: int | None
+) -> None:
+    drafter, prompts = tiny_head(narrow, kind, max_train_length=window), prompts[1:]
     whole = acceptance(narrow, drafter, prompts, enable_prefix_caching=False, enable_chunked_prefill=False)
     assert sum(metrics.num_accepted_tokens for _, metrics in whole) > 3
     for batched_tokens, block_size in ((K + 1, 1), (1024, 16)):

@@ -29,24 +29,33 @@ def dense_attend(drafter: Drafter, sees: Tensor) -> Callable[[int, Tensor, Tenso
     return attend
 
 
-def dense_p_eagle(drafter: Drafter, tokens: list[int], aux: Tensor, anchor: int, depths: int) -> Tensor:
+def band(rows: int, window: int | None) -> Tensor:
+    """Which rows each sees: itself and those before it, so many at most."""
+    sees = torch.ones(rows, rows, dtype=torch.bool).tril()
+    return sees if window is None else sees.triu(1 - window)
+
+
+def dense_p_eagle(
+    drafter: Drafter, tokens: list[int], aux: Tensor, anchor: int, depths: int, window: int | None = None
+) -> Tensor:
     """Logits of depths 0..depths-1 at one anchor, by rows and mask as section 2 writes them."""
     mask_token = drafter.config.mask_token_id
     assert mask_token is not None
     ids = torch.tensor(tokens[1 : anchor + 2] + [mask_token] * (depths - 1))
     hidden = torch.cat((drafter.combine(aux[: anchor + 1]), drafter.mask_state().expand(depths - 1, -1)))
     positions = torch.arange(anchor + depths)  # of depth j at anchor p: p + j
-    sees = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    normed, _ = drafter(drafter.embed(ids), hidden, positions, dense_attend(drafter, sees))
+    normed, _ = drafter(drafter.embed(ids), hidden, positions, dense_attend(drafter, band(len(ids), window)))
     return drafter.logits(normed[anchor:])
 
 
-def dense_eagle3(drafter: Drafter, tokens: list[int], aux: Tensor, anchor: int, depths: int) -> Tensor:
+def dense_eagle3(
+    drafter: Drafter, tokens: list[int], aux: Tensor, anchor: int, depths: int, window: int | None = None
+) -> Tensor:
     """The same for EAGLE-3: every pass appends a row made of the one before."""
     ids, hidden = torch.tensor(tokens[1 : anchor + 2]), drafter.combine(aux[: anchor + 1])
     logits = []
     for _ in range(depths):
-        sees = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        sees = band(len(ids), window)
         normed, feedback = drafter(drafter.embed(ids), hidden, torch.arange(len(ids)), dense_attend(drafter, sees))
         logits.append(drafter.logits(normed[-1:]))
         ids = torch.cat((ids, drafter.to_target_ids(logits[-1].argmax(-1))))
@@ -77,7 +86,7 @@ def record(engine: Engine) -> list[tuple[int, Tensor]]:
     return steps
 
 
-@pytest.mark.parametrize("batched_tokens", [5, 1024])
+@pytest.mark.parametrize(("batched_tokens", "window"), [(5, None), (1024, None), (5, 7), (1024, 1), (1024, 20)])
 @pytest.mark.parametrize(
     ("kind", "norms"),
     [
@@ -88,11 +97,11 @@ def record(engine: Engine) -> list[tuple[int, Tensor]]:
     ],
 )
 def test_logits_equal_a_dense_forward(
-    target: Target, plain: list[list[int]], kind: str, norms: dict[str, bool], batched_tokens: int
+    target: Target, plain: list[list[int]], kind: str, norms: dict[str, bool], batched_tokens: int, window: int | None
 ) -> None:
     k = 5
     drafter = tiny_head(target, kind, layers=2, **norms)
-    engine = make_engine(target, drafter, k, block_size=4, max_num_batched_tokens=batched_tokens)
+    engine = make_engine(target, drafter, k, draft_window=window, block_size=4, max_num_batched_tokens=batched_tokens)
     replay(engine, {"0": PROMPT + plain[5]}, [0, 3, 5, 1, 4, 2])
     steps = record(engine)
     request = engine.add_request("0", PROMPT, greedy(30))
@@ -105,7 +114,7 @@ def test_logits_equal_a_dense_forward(
         assert len(steps) > 8
         assert len({len(logits) for _, logits in steps}) > 1  # towards its end the request drafts less
         for anchor, logits in steps:
-            expected = dense(drafter, tokens, aux, anchor, len(logits))
+            expected = dense(drafter, tokens, aux, anchor, len(logits), window)
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -13,6 +13,7 @@ from peagle.target.paged_attention import PagedBatch, attend_paged
 from tests.engine.helpers import SEQUENCES, greedy, make_engine, run, tiny_head
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -21,7 +22,7 @@ from tests.engine.helpers import SEQUENCES, greedy, make_engine, run, tiny_head
         ("eagle3", {"norm_output": True}),
     ],
 )
-def test_equals_the_drafter(target: Target, kind: str, options: dict[str, bool]) -> None:
+def test_equals_the_drafter(target: Target, kind: str, options: dict[str, bool], window: int | None) -> None:
     drafter = tiny_head(target, kind, layers=3, **options)
     rows, h = 10, target.hidden_size
     embeds, hidden = torch.randn(rows, h), torch.randn(rows, h)
@@ -35,10 +36,10 @@ def test_equals_the_drafter(target: Target, kind: str, options: dict[str, bool])
         caches = new_drafter_cache(drafter, 6, 4, torch.float32)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, caches=caches) -> Tensor:  # type: ignore[no-untyped-def]
-            return attend_paged(q, k, v, caches[layer], batch, drafter.config.head_dim**-0.5)
+            return attend_paged(q, k, v, caches[layer], batch, drafter.config.head_dim**-0.5, window)
 
         if fused:
-            out = FusedDrafter(drafter, 128)(embeds, hidden, positions, caches, batch)
+            out = FusedDrafter(drafter, 128, window)(embeds, hidden, positions, caches, batch)
         else:
             out = drafter(embeds, hidden, positions, attend)
         results.append([*out, *(pool for layer in caches for pool in layer)])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any, Literal
 
 import pytest
 
+from peagle.config.speculative import SpeculativeConfig
 from peagle.engine import SamplingParams
 from peagle.errors import InputError
 from peagle.target import Target
@@ -64,7 +66,39 @@ def test_lengths_that_the_head_was_not_trained_for(target: Target, caplog: pytes
     with caplog.at_level(logging.WARNING):
         make_engine(target, tiny_head(target, max_train_length=128), 2)
         make_engine(target, tiny_head(target), 2)  # it does not say
+        assert make_engine(target, tiny_head(target, max_train_length=100), 2).draft_window == 100
     assert not caplog.text
     with caplog.at_level(logging.WARNING):
-        make_engine(target, tiny_head(target, max_train_length=100), 2)
-    assert "trained on texts of up to 100 tokens and the engine serves 128 (max_model_len)" in caplog.text
+        make_engine(target, tiny_head(target, max_train_length=100), 2, draft_window=None)
+    assert "trained on texts of up to 100 tokens and sees up to 128 (draft_window)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "trained", "said", "window"),
+    [
+        ("auto", None, None, None),
+        ("auto", 100, None, 100),
+        ("auto", 128, None, None),
+        ("auto", 100, 50, 50),
+        ("auto", 100, 500, None),
+        (16, 100, 50, 16),
+        (16, None, None, 16),
+        (None, 100, 50, None),
+    ],
+)
+def test_what_the_drafter_sees(
+    target: Target, asked: int | Literal["auto"] | None, trained: int | None, said: int | None, window: int | None
+) -> None:
+    head = tiny_head(target, max_train_length=trained, draft_window=said)
+    engine = make_engine(target, head, 2, draft_window=asked)
+    assert engine.draft_window == window
+    assert engine.runner.draft_pass is not None
+    assert engine.runner.draft_pass.window == window
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "all"])
+def test_a_window_that_is_none(target: Target, wrong: Any) -> None:
+    with pytest.raises(InputError, match=r"^draft_window: got .*, expected a positive integer, 'auto' or null"):
+        make_engine(target, tiny_head(target), 2, draft_window=wrong)
+    with pytest.raises(InputError, match=r"^draft_window: got"):
+        SpeculativeConfig("head", 2, draft_window=wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -21,6 +21,17 @@ def parse_ks(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise InputError(f"--k: got {text!r}, expected positive whole numbers separated by commas, such as 3,5,7")
     return list(dict.fromkeys(map(int, parts)))
+
+
+def parse_window(text: str) -> int | Literal["auto"] | None:
+    """`2048` -> 2048, `all` -> None, `auto` as it is."""
+    if text == "auto":
+        return "auto"
+    if text == "all":
+        return None
+    if not text.isdecimal() or not int(text):
+        raise InputError(f"--draft-window: got {text!r}, expected a positive whole number, all or auto")
+    return int(text)
 
 
 def prompt_spec(text: str) -> str:
@@ -65,6 +76,12 @@ def evaluate(
         int | None,
         typer.Option(metavar="N", help="Longest conversation in tokens; default: what the model and memory allow."),
     ] = None,
+    draft_window: Annotated[
+        str,
+        typer.Option(
+            metavar="N", help="Positions that a head's rows see: a number, all, or auto (what the head says)."
+        ),
+    ] = "auto",
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16 or float16.")
     ] = "auto",
@@ -93,6 +110,7 @@ def evaluate(
     """
     ks = parse_ks(k)
     specs = [prompt_spec(text) for text in prompts]
+    window = parse_window(draft_window)
 
     from peagle.bench.json_file import check_writable, write_json
 
@@ -131,7 +149,7 @@ def evaluate(
     results = []
     plain_answers: dict[tuple[str, float], Answers] | None = {} if check else None
     for name, head in zip(head_names(heads), heads, strict=True):
-        engine = load_engine(loaded, SpeculativeConfig(head, max(ks)), config=config)
+        engine = load_engine(loaded, SpeculativeConfig(head, max(ks), draft_window=window), config=config)
         assert engine.drafter is not None
         with Progress(name) as progress:
             results += evaluate_head(
@@ -162,6 +180,7 @@ def evaluate(
             "top_p": top_p,
             "seed": seed,
             "batch_size": config.max_num_seqs,
+            "draft_window": draft_window,
         }
         write_json(json_path, {"settings": settings, "machine": facts, "results": [r.to_dict() for r in results]})
 

@@ -136,6 +136,8 @@ def as_text(content: dict[str, Any]) -> str:
             ["layers", str(config["num_hidden_layers"])],
             ["hidden size", f"{config['hidden_size']} (target {config['target_hidden_size']})"],
             ["K trained", str(config["k_train"] or "not said")],
+            ["longest training text", str(config["max_train_length"] or "not said")],
+            ["sees at most", f"{config['draft_window']} positions" if config["draft_window"] else "not said"],
             ["mask token", "none" if config["mask_token_id"] is None else str(config["mask_token_id"])],
             ["auxiliary layers", ", ".join(map(str, config["aux_hidden_state_layer_ids"])) or "not said"],
             ["draft vocabulary", vocabulary],

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from peagle.config.checks import check_positive, is_number
+from peagle.config.checks import check_positive, check_window, is_number
 from peagle.draft_table import DraftTable, parse_draft_table
 from peagle.errors import InputError
 
@@ -36,6 +36,10 @@ class SpeculativeConfig:
 
     confidence_threshold (not in vLLM; a CPU only): drafts whose joint probability, by the drafter, is below it are not
     verified, which saves their rows; 0 verifies all. No output depends on it.
+
+    draft_window (not in vLLM): how many of the latest positions the drafter's rows see, so that it meets no distances
+    that it was not trained on; None all, "auto" what the head says, or else as many as its longest training document
+    had, where it says that. No output depends on it.
     """
 
     model: str
@@ -49,6 +53,7 @@ class SpeculativeConfig:
     draft_weight_dtype: WeightDtype = "auto"
     draft_vocabulary: VocabularyChoice = "auto"
     confidence_threshold: float = 0.0
+    draft_window: int | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         if self.method != "eagle3":
@@ -70,6 +75,7 @@ class SpeculativeConfig:
         threshold = self.confidence_threshold
         if not is_number(threshold) or not 0 <= threshold < 1:
             raise InputError(f"confidence_threshold: got {threshold!r}, expected a number from 0 to less than 1")
+        check_window(self.draft_window)
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if rates is not None:
             if not isinstance(rates, Sequence) or not all(is_number(rate) for rate in rates):

@@ -25,7 +25,8 @@ class DrafterConfig:
     `aux_hidden_state_layer_ids` index the target: id i is the state that enters layer i, Transformers'
     `hidden_states[i]`. They are empty when the checkpoint names none, as many of other makers do not: then
     `num_aux_hidden_states` counts them and `with_aux_layers` fills them in. `k_train` is the depth that the head was
-    trained for, `max_train_length` its longest training document in tokens (None when its checkpoint does not say).
+    trained for, `max_train_length` its longest training document in tokens, `draft_window` how many of the latest
+    positions its rows are to see (None when its checkpoint does not say).
     """
 
     kind: Kind
@@ -51,6 +52,7 @@ class DrafterConfig:
     mask_token_id: int | None = None
     k_train: int | None = None
     max_train_length: int | None = None
+    draft_window: int | None = None
     own_embed_tokens: bool = False
     own_lm_head: bool = False
     dtype: str = "bfloat16"
@@ -76,11 +78,10 @@ class DrafterConfig:
         ):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: got {getattr(self, name)}, expected a positive integer")
-        length = self.max_train_length
-        if length is not None and (type(length) is not int or length < 1):
-            raise InputError(
-                f"max_train_length: got {length!r}, expected a positive integer, or none where it is unknown"
-            )
+        for name in ("max_train_length", "draft_window"):
+            length = getattr(self, name)
+            if length is not None and (type(length) is not int or length < 1):
+                raise InputError(f"{name}: got {length!r}, expected a positive integer, or none where it is unknown")
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
                 f"num_attention_heads: got {self.num_attention_heads}, expected a multiple of "

@@ -102,6 +102,7 @@ def parse_config(raw: dict[str, Any]) -> DrafterConfig:
         mask_token_id=mask,
         k_train=k_train,
         max_train_length=own.get("max_train_length"),
+        draft_window=own.get("draft_window"),
     )
 
 
@@ -152,8 +153,9 @@ def config_json(config: DrafterConfig, layout: Layout, target_name: str = "") ->
     if config.aux_hidden_state_layer_ids:
         common["eagle_aux_hidden_state_layer_ids"] = list(config.aux_hidden_state_layer_ids)
     own: dict[str, Any] = {"k_train": config.k_train, "target": target_name}
-    if config.max_train_length is not None:
-        own["max_train_length"] = config.max_train_length
+    for name in ("max_train_length", "draft_window"):
+        if getattr(config, name) is not None:
+            own[name] = getattr(config, name)
     if layout == "native":
         raw = {"architectures": [NATIVE_ARCHITECTURE], **layer_config(config), **common, "peagle": own}
         if config.kind == "p-eagle":

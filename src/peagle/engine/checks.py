@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from operator import index
+from typing import Literal
 
 import torch
 
+from peagle.config.checks import check_window
 from peagle.config.engine import EngineConfig
 from peagle.draft_table import DraftTable
 from peagle.drafter.config import DrafterConfig
@@ -41,20 +43,27 @@ def check_depth(drafter: Drafter, num_speculative_tokens: int) -> None:
         )
 
 
-def warn_of_lengths(head: DrafterConfig, max_model_len: int) -> None:
-    """Warn of requests that may be longer than what the head can do, or else than what it was trained on."""
+def resolve_window(asked: int | Literal["auto"] | None, head: DrafterConfig, max_model_len: int) -> int | None:
+    """How many positions the drafter's rows see (SpeculativeConfig's draft_window); None: all that there can be."""
+    check_window(asked)
+    window = (head.draft_window or head.max_train_length) if asked == "auto" else asked
+    return None if window is None or window >= max_model_len else window
+
+
+def warn_of_lengths(head: DrafterConfig, max_model_len: int, window: int | None) -> None:
+    """Warn of requests that may be longer than what the head can do, or that show it more than it was trained on."""
     if head.max_position_embeddings < max_model_len:
         log.warning(
             "the head is made for %d positions and the engine serves %d: acceptance will be poor beyond",
             head.max_position_embeddings,
             max_model_len,
         )
-    elif head.max_train_length is not None and head.max_train_length < max_model_len:
+    elif head.max_train_length is not None and head.max_train_length < (window or max_model_len):
         log.warning(
-            "the head was trained on texts of up to %d tokens and the engine serves %d (max_model_len): acceptance may "
-            "be poor beyond",
+            "the head was trained on texts of up to %d tokens and sees up to %d (draft_window): acceptance may be poor "
+            "beyond",
             head.max_train_length,
-            max_model_len,
+            window or max_model_len,
         )
 
 

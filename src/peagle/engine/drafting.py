@@ -63,10 +63,13 @@ class DraftPass:
         max_model_len: int,
         cache_dtype: torch.dtype | None = None,
         confidence_threshold: float = 0.0,
+        window: int | None = None,
     ) -> None:
-        """confidence_threshold: SpeculativeConfig's; it holds where shapes are not fixed."""
+        """confidence_threshold: SpeculativeConfig's; it holds where shapes are not fixed. window: a row at p sees the
+        positions p - window + 1 .. p, or all up to p."""
         self.drafter = drafter
         self.threshold = confidence_threshold
+        self.window = window
         self.num_drafts = num_drafts
         self.block_size = block_size
         self.parallel = drafter.config.kind == "p-eagle"
@@ -74,7 +77,7 @@ class DraftPass:
         self.kv_cache = new_drafter_cache(drafter, num_blocks, block_size, cache_dtype or drafter.fc.weight.dtype)
         # on a CPU a prepared drafter only: a bare one, as tests make them, is left as it is
         fused = drafter.fc.weight.is_cuda or is_joined(drafter.layers)
-        self.fused = FusedDrafter(drafter, max_model_len) if fused else None
+        self.fused = FusedDrafter(drafter, max_model_len, window) if fused else None
         self.mask_state = drafter.mask_state() if self.parallel else None
 
     def propose(self, target: PagedBatch, verified: Verified, fixed_shape: bool = False) -> tuple[Tensor, Tensor]:
@@ -135,7 +138,7 @@ class DraftPass:
 
     def _forward(self, token_ids: Tensor, hidden: Tensor, paged: PagedBatch) -> tuple[Tensor, Tensor]:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_paged(q, k, v, self.kv_cache[layer], paged, self.scale)
+            return attend_paged(q, k, v, self.kv_cache[layer], paged, self.scale, self.window)
 
         embeds = self.drafter.embed(token_ids)
         if self.fused is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from peagle.engine.checks import (
     count_logprobs,
     make_planner,
     mixed_rows,
+    resolve_window,
     runs_ahead,
     warn_of_lengths,
 )
@@ -46,7 +48,7 @@ class Engine:
     """Continuous batching over one target and, if given, one bound drafter with `num_speculative_tokens` drafts.
 
     synthetic_rates: for benchmarks only, accept drafts by chance and not by what they are (SpeculativeConfig).
-    draft_table, confidence_threshold: its num_speculative_tokens_per_batch_size and confidence_threshold.
+    draft_table: its num_speculative_tokens_per_batch_size; confidence_threshold, draft_window: as it has them.
     Raises InputError for settings that do not fit together or into memory.
     """
 
@@ -59,6 +61,7 @@ class Engine:
         synthetic_rates: tuple[float, ...] | None = None,
         draft_table: DraftTable | None = None,
         confidence_threshold: float = 0.0,
+        draft_window: int | Literal["auto"] | None = "auto",
     ) -> None:
         self.config = config = config or EngineConfig()
         target.check_paged()
@@ -70,6 +73,7 @@ class Engine:
         elif num_speculative_tokens:
             raise InputError(f"num_speculative_tokens: got {num_speculative_tokens} without a drafter, expected 0")
         self.num_speculative_tokens = num_speculative_tokens
+        self.draft_window: int | None = None
         self.draft_planner = make_planner(
             config, target.device, num_speculative_tokens, draft_table, synthetic_rates is not None
         )
@@ -88,7 +92,8 @@ class Engine:
                 "the KV cache holds %d tokens: max_model_len is lowered from %d to that", self.max_model_len, wanted
             )
         if drafter is not None:
-            warn_of_lengths(drafter.config, self.max_model_len)
+            self.draft_window = resolve_window(draft_window, drafter.config, self.max_model_len)
+            warn_of_lengths(drafter.config, self.max_model_len, self.draft_window)
         self.blocks = BlockManager(num_blocks, config.block_size)
         steps = config.num_scheduler_steps
         if drafter is not None and steps > 1:
@@ -116,6 +121,7 @@ class Engine:
             cache_dtype(target, config),
             late,
             confidence_threshold,
+            self.draft_window,
         )
         self.synthetic = synthetic_rates is not None
         if self.synthetic:

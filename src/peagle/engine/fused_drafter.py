@@ -14,7 +14,7 @@ from peagle.kernels.rotary_table import RotaryTable, can_tabulate
 from peagle.target.paged_attention import KVCache, PagedBatch
 
 
-def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
+def _weights(layer: Any, drafter: Drafter, window: int | None) -> LayerWeights:
     config, attention, mlp = drafter.config, layer.self_attn, layer.mlp
     return LayerWeights(
         *layer_products(attention, mlp),
@@ -26,23 +26,25 @@ def _weights(layer: Any, drafter: Drafter) -> LayerWeights:
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5,
+        sliding_window=window,
         norm=None if drafter.fc.weight.is_cuda else layer.post_attention_layernorm,
     )
 
 
 class FusedDrafter:
     """A drafter's layers with their weights joined, for positions below `length`. The drafter's own linears become
-    views of them, where `prepare_drafter` has not made parts of a product of them already."""
+    views of them, where `prepare_drafter` has not made parts of a product of them already. window: of its attention,
+    None for all positions."""
 
     @torch.no_grad()
-    def __init__(self, drafter: Drafter, length: int) -> None:
+    def __init__(self, drafter: Drafter, length: int, window: int | None = None) -> None:
         fuse_rms_norms(drafter)
         self.drafter = drafter
         self.rotary: Any = drafter.rotary
         if can_tabulate(drafter.rotary):
             self.rotary = RotaryTable(drafter.rotary, length, drafter.fc.weight)
         self.layers: list[Any] = list(drafter.layers)
-        self.weights = [_weights(layer, drafter) for layer in self.layers]
+        self.weights = [_weights(layer, drafter, window) for layer in self.layers]
         tune_layers(self.weights)
 
     def __call__(

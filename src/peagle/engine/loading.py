@@ -178,4 +178,5 @@ def load_engine(
         speculative.synthetic_rates,
         speculative.num_speculative_tokens_per_batch_size,
         speculative.confidence_threshold,
+        speculative.draft_window,
     )

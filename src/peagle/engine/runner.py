@@ -60,12 +60,13 @@ class Runner:
         cache_dtype: torch.dtype | None = None,
         late_drafting: bool = False,
         confidence_threshold: float = 0.0,
+        draft_window: int | None = None,
     ) -> None:
         """max_captured_rows: the most target rows of a batch that only decodes and runs in fixed shapes, and of logits
         that are verified in one; max_mixed_rows: of another whose passes do; 0: none does. synthetic_rates:
         SpeculativeConfig's, for benchmarks.
         cache_dtype: of keys and values; None: the target's. late_drafting: plans may put the drafter's rows off.
-        confidence_threshold: SpeculativeConfig's."""
+        confidence_threshold: SpeculativeConfig's. draft_window: positions that the drafter's rows see, None for all."""
         self.target = target
         self.device = target.device
         self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
@@ -83,6 +84,7 @@ class Runner:
                     max_model_len,
                     cache_dtype,
                     confidence_threshold,
+                    draft_window,
                 )
         self.late_rows: LateRows | None = None
         if self.draft_pass is not None and late_drafting:

@@ -105,7 +105,8 @@ def banner(
         kind = "P-EAGLE, all drafts in one pass" if drafter.config.kind == "p-eagle" else "EAGLE-3, one draft a pass"
         layers = drafter.config.num_hidden_layers
         named = "" if head_name is None else f"{head_name} · "
-        lines.append(f"head         {named}{kind} · {layers} layer{'s' * (layers > 1)} · {depth(engine)}")
+        seen = "" if engine.draft_window is None else f" · sees the last {engine.draft_window} positions"
+        lines.append(f"head         {named}{kind} · {layers} layer{'s' * (layers > 1)} · {depth(engine)}{seen}")
     if engine.synthetic:
         lines.append(
             "BENCHMARK ONLY  synthetic acceptance: drafts are accepted by chance, and what comes out is no text"

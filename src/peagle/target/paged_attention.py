@@ -78,7 +78,8 @@ class _RequestView:
     rows: slice
     context: int
     blocks: int | Tensor  # the first one where they happen to be consecutive, which saves a copy
-    masks: dict[tuple[int | None, int], Tensor]  # by sliding window and group: 0 or -inf, [1, rows * group, context]
+    masks: dict[tuple[int | None, int], Tensor]  # by sliding window and group: 0 or -inf, [1, rows * group, keys]
+    firsts: dict[int, int]  # by sliding window: the first position that a row sees
 
 
 def _view(batch: PagedBatch, block_size: int) -> list[_RequestView]:
@@ -92,7 +93,7 @@ def _view(batch: PagedBatch, block_size: int) -> list[_RequestView]:
             ids = tables[r][: -(-context // block_size)]
             consecutive = ids == list(range(ids[0], ids[0] + len(ids)))
             blocks = ids[0] if consecutive else torch.tensor(ids, device=batch.positions.device)
-            batch.views.append(_RequestView(slice(starts[r], starts[r + 1]), context, blocks, {}))
+            batch.views.append(_RequestView(slice(starts[r], starts[r + 1]), context, blocks, {}, {}))
     return batch.views
 
 
@@ -108,12 +109,21 @@ def _read(cache: Tensor, request: _RequestView, dtype: torch.dtype) -> tuple[Ten
     return cache[blocks].to(dtype), 0
 
 
+def _first(request: _RequestView, batch: PagedBatch, window: int | None) -> int:
+    """The first position that any row of a request sees; keys and values before it are not read."""
+    if window is None or window >= request.context:
+        return 0
+    if window not in request.firsts:
+        request.firsts[window] = max(int(batch.positions[request.rows].min()) - window + 1, 0)
+    return request.firsts[window]
+
+
 def _mask(request: _RequestView, batch: PagedBatch, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
-    """0 or -inf, [1, rows * group, context]: the group's heads of a row lie one after another."""
+    """0 or -inf, [1, rows * group, keys from `_first` on]: the group's heads of a row lie one after another."""
     found = request.masks.get((window, group))
     if found is None:
         position = batch.positions[request.rows, None]
-        keys = torch.arange(request.context, device=position.device)
+        keys = torch.arange(_first(request, batch, window), request.context, device=position.device)
         seen = keys <= position
         if window is not None:
             seen &= keys > position - window
@@ -173,11 +183,13 @@ def _attend_one(
     A step of few rows costs as much by its number of calls as by its arithmetic, hence the strides.
     """
     kv_heads, dim = k_cache.shape[2:]
-    heads, context = q.shape[1], request.context
+    heads, first = q.shape[1], _first(request, batch, sliding_window)
+    context = request.context - first
     group, query = heads // kv_heads, q[request.rows]
     n = len(query)
     (k, k_start), (v, v_start) = _read(k_cache, request, q.dtype), _read(v_cache, request, q.dtype)
     width = kv_heads * dim
+    k_start, v_start = k_start + first * width, v_start + first * width
     values = v.as_strided((kv_heads, context, dim), (dim, width, 1), v_start)
     if n > 64 and sinks is None and not softcap:  # a prefill: never hold all of its scores
         keys = k.as_strided((kv_heads, context, dim), (dim, width, 1), k_start)

@@ -11,7 +11,8 @@ from peagle.drafter.loading import load_drafter, read_config, resolve_head
 from peagle.drafter.model import Drafter
 from peagle.errors import InputError
 
-FREE = ("dtype", "k_train", "max_train_length", "max_position_embeddings")  # may differ: no weight depends on them
+# may differ: no weight depends on them
+FREE = ("dtype", "k_train", "max_train_length", "draft_window", "max_position_embeddings")
 
 
 def mask_token_of(path: str) -> int | None:

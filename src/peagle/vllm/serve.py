@@ -135,7 +135,7 @@ def parse_settings(value: str | Mapping[str, Any] | SpeculativeConfig) -> dict[s
     else:
         settings = speculative_settings(value)
     # how our engine runs, and nothing about what it writes
-    for key in ("draft_weight_dtype", "draft_vocabulary", "confidence_threshold"):
+    for key in ("draft_weight_dtype", "draft_vocabulary", "confidence_threshold", "draft_window"):
         settings.pop(key, None)
     ours = ("model", "num_speculative_tokens", "method", "parallel_drafting")
     checked = SpeculativeConfig.parse({key: settings[key] for key in ours if key in settings})
