@@ -110,23 +110,25 @@ def test_earliest_of_several(target: Target, plain: list[list[int]]) -> None:
 
 
 def test_min_tokens(target: Target, plain: list[list[int]]) -> None:
-    """Ending tokens are not chosen before min_tokens, with drafts exactly as without."""
+    """Ending tokens are not chosen until so many tokens are there, with drafts exactly as without."""
     stops = sorted(set(plain[WHICH][:6]))
     params = greedy(30, min_tokens=9, stop_token_ids=stops)
     _, reference, _ = answered(target, [], params, k=0)
     output = reference.output_token_ids
-    assert not set(output[:8]) & set(stops)
-    assert len(output) >= 9
+    assert not set(output[:9]) & set(stops)
+    assert len(output) > 9
     for wrong_after in (None, [0, 3, 7]):
         engine = make_engine(target, tiny_head(target), K)
         replay(engine, {"0": PROMPT + output}, wrong_after)
         (request,) = run(engine, [PROMPT], params)
         assert request.output_token_ids == output
-    # a stop string does not count before min_tokens either, not even when it ends later than it begins
+    # a stop string does not end it either, before one token more; where it begins does not matter
     assert target.tokenizer is not None
     text = target.tokenizer.decode(plain[WHICH])
     _, request, _ = answered(target, plain[WHICH], greedy(20, min_tokens=6, stop=[text[4:6], text[2:4]]))
-    again = [i for i in range(6, 20) if text[i - 1 : i + 1] in (text[4:6], text[2:4])]
+    again = [i for i in range(6, 20) if text[i - 1 : i + 1] in (text[4:6], text[2:4])]  # the last characters' places
+    _, other, _ = answered(target, plain[WHICH], greedy(20, min_tokens=5, stop=[text[4:6]]))
+    assert (len(other.output_token_ids), other.stop_reason) == (6, text[4:6])
     assert len(request.output_token_ids) == (again[0] + 1 if again else 20)
 
 

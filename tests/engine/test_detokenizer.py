@@ -132,9 +132,16 @@ def test_what_only_looked_like_a_stop_string_is_sent() -> None:
 def test_stop_string_is_not_looked_for_in_what_may_not_stop() -> None:
     detokenizer = Detokenizer(TOKENIZER, [], stop=["ab"])
     assert detokenizer.push(ids("xaba"), may_stop=False) is None
-    assert detokenizer.push(ids("b")) is None  # it began where nothing may stop
-    assert detokenizer.push(ids("cab")) == "ab"
-    assert detokenizer.text == "xababc"
+    assert detokenizer.push(ids("cba")) is None
+    assert detokenizer.push(ids("b")) == "ab"
+    assert detokenizer.text == "xabacb"
+
+
+def test_a_stop_string_counts_where_it_ends() -> None:
+    detokenizer = Detokenizer(TOKENIZER, [], stop=["abc"])
+    assert detokenizer.push(ids("xab"), may_stop=False) is None
+    assert detokenizer.push(ids("c")) == "abc"
+    assert detokenizer.text == "x"
 
 
 def test_the_earliest_of_several() -> None:

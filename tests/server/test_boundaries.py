@@ -95,8 +95,8 @@ def test_an_end_inside_a_run(
         stop_reason = text[-1]
     elif how == "max_tokens":
         body["max_tokens"], reason, shown = at, "length", text
-    elif how == "min_tokens":  # every end before it is passed over; at it, the first token allowed to end ends
-        body |= {"stop": [text_of([token]) for token in {*answer[:at]}], "min_tokens": at}
+    elif how == "min_tokens":  # every end within it is passed over; the first token behind it ends
+        body |= {"stop": [text_of([token]) for token in {*answer[:at]}], "min_tokens": at - 1}
         stop_reason = text[-1]
     else:  # all of them within one run: the earliest
         later = [token for token in answer[at:] if token not in answer[:at]][:2]

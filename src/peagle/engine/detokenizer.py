@@ -74,7 +74,6 @@ class Detokenizer:
         self._prefix = 0
         self._read = len(self._ids)
         self._sent = 0
-        self._searched = 0
         self._beginnings: Beginnings | None = None  # what only a stream needs
         self._fed = 0
         self._new = 0  # characters of the last push
@@ -134,18 +133,13 @@ class Detokenizer:
         self._prefix, self._read = self._read, end
 
     def _find_stop(self, may_stop: bool) -> str | None:
-        if not self.stop:
+        if not self.stop or not may_stop:
             return None
-        if may_stop:
-            # a stop string may have begun in text that was searched before, but not in text that may not stop
-            before = len(self.text) - self._new
-            found = [
-                (at, s) for s in self.stop if (at := self.text.find(s, max(self._searched, before - len(s) + 1))) >= 0
-            ]
-            if found:
-                at, self.stopped_by = min(found)
-                self.text = self.text[: at + (len(self.stopped_by) if self.include_stop else 0)]
-                return self.stopped_by
-        else:
-            self._searched = len(self.text)
-        return None
+        # it may have begun in text that was searched before, or that might not stop: where it ends counts
+        before = len(self.text) - self._new
+        found = [(at, s) for s in self.stop if (at := self.text.find(s, max(before - len(s) + 1, 0))) >= 0]
+        if not found:
+            return None
+        at, self.stopped_by = min(found)
+        self.text = self.text[: at + (len(self.stopped_by) if self.include_stop else 0)]
+        return self.stopped_by

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
+from peagle.engine.argmax import argmax_rows
 from peagle.engine.fused_drafter import FusedDrafter
-from peagle.engine.sampler import argmax_rows
 from peagle.kernels.draft_batch import (
     PADDING_SLOT_ID,
     DraftBatch,

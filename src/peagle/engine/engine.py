@@ -211,6 +211,8 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Drop a request in any state; False when it is not (or no longer) there."""
+        if self._failed:  # a step raised before it could tell them
+            self._failed = [output for output in self._failed if output.request_id != request_id]
         request = self.requests.pop(request_id, None)
         if request is None:
             return False

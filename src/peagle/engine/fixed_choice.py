@@ -7,8 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from peagle.engine.argmax import argmax_rows
 from peagle.engine.lanes import Lanes
-from peagle.engine.sampler import argmax_rows, invert_cdf, sample_filtered, uniform
+from peagle.engine.race import race_keys, race_rows
+from peagle.engine.sampler import sample_filtered
 
 # How a batch's tokens are chosen, one graph each: by argmax alone, by temperature, by top-k, top-p and min-p too.
 GREEDY, SAMPLED, FILTERED = 0, 1, 2
@@ -43,10 +45,11 @@ def choose_fixed(logits: Tensor, way: int, settings: Tensor, top_k: Tensor, seed
         return setting[:, None].expand(positions.shape).flatten()
 
     temperature, top_p, min_p = map(rows, settings)
-    top_k, noise = rows(top_k), uniform(rows(seed), positions.flatten() + 1)
-    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    drawn = invert_cdf(scaled.softmax(dim=-1), noise)
+    top_k, keys = rows(top_k), race_keys(rows(seed), positions.flatten() + 1)
+    warmth = torch.where(temperature > 0, temperature, 1.0)
+    drawn = race_rows(logits, warmth, keys)
     if way == FILTERED:
         filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-        drawn = torch.where(filtered, sample_filtered(scaled, top_k, top_p, noise, min_p), drawn)
+        scaled = logits.float() / warmth[:, None]
+        drawn = torch.where(filtered, sample_filtered(scaled, top_k, top_p, keys, min_p), drawn)
     return torch.where(temperature > 0, drawn, choices)

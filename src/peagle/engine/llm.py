@@ -152,6 +152,8 @@ class LLM:
         with tqdm(total=total, desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
             while self.engine.has_unfinished:
                 outputs = self.engine.step()
+                if failed := [output.error for output in outputs if output.error is not None]:
+                    raise failed[0]
                 tokens += sum(len(output.new_token_ids) for output in outputs)
                 if use_tqdm:
                     rate = tokens / max(bar.format_dict["elapsed"], 1e-9)

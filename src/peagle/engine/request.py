@@ -94,7 +94,7 @@ class Request:
         for token in new:
             tokens.append(token)
             kept += 1
-            may_stop = len(tokens) - self.num_prompt >= params.min_tokens
+            may_stop = len(tokens) - self.num_prompt > params.min_tokens
             if may_stop and token in self.stop_ids:
                 self.finish("stop", token if token in (params.stop_token_ids or ()) else None)
                 if each is not None and params.include_stop_str_in_output:

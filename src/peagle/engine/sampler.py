@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peagle.engine.argmax import argmax_rows
+from peagle.engine.race import noise_bits, race, race_keys, race_rows
+
 # On a CPU sorting a whole vocabulary costs more than the LM head, and top-k and top-p nearly always end within the best
 # few tokens. So rows are tried with this many candidates first; what needs more goes on to the next number, then to
 # all.
 CPU_CANDIDATES = (128, 2048)
-ARGMAX_CHUNK = 64
 
 
 @dataclass(slots=True)
@@ -34,63 +36,28 @@ class SamplingRows:
     min_p: Tensor | None = None
 
 
-def argmax_rows(logits: Tensor) -> Tensor:
-    """The argmax [N] of rows [N, V], the first of several.
-
-    On a CPU PyTorch's own takes as long as much of a drafter layer, so there the best chunk is found first.
-    """
-    rows, vocab = logits.shape
-    if logits.is_cuda and logits.stride(1) == 1:
-        from peagle.kernels.argmax_rows import argmax_rows_triton
-
-        return argmax_rows_triton(logits)
-    if logits.is_cuda or vocab % ARGMAX_CHUNK or rows == 0:
-        return logits.argmax(dim=-1)
-    chunks = logits.view(rows, vocab // ARGMAX_CHUNK, ARGMAX_CHUNK)
-    best = chunks.amax(dim=-1).argmax(dim=-1)
-    return best * ARGMAX_CHUNK + chunks[torch.arange(rows), best].argmax(dim=-1)
-
-
 def choose(logits: Tensor, sampling: list[SamplingRows]) -> Tensor:
     """Logits [N, V] -> token ids [N]: the argmax, except in the rows of `sampling`."""
     choices = argmax_rows(logits)
     for group in sampling:
-        scaled = logits[group.rows].float() / group.temperature[:, None]
-        noise = uniform(group.seed, group.positions)
+        keys = race_keys(group.seed, group.positions)
         if group.filtered:
-            chosen = sample_filtered(scaled, group.top_k, group.top_p, noise, group.min_p)
+            scaled = logits[group.rows].float() / group.temperature[:, None]
+            chosen = sample_filtered(scaled, group.top_k, group.top_p, keys, group.min_p)
         else:
-            chosen = invert_cdf(scaled.softmax(dim=-1), noise)
+            chosen = race_rows(logits[group.rows], group.temperature, keys)
         choices[group.rows] = chosen
     return choices
 
 
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 on int64 tensors (arithmetic wraps; shifts have to be made logical by hand)."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
 def uniform(seed: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) for each (seed, position), both int64 [n] -> float64 [n]: counter-based, no state."""
-    golden = -0x61C8864680B583EB
-    x = _mix(_mix(seed + golden) + positions * golden)
-    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+    """A number in [0, 1) for each (seed, position), both int64 [n] -> float64 [n]."""
+    return ((noise_bits(seed, positions) >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
-def invert_cdf(weights: Tensor, noise: Tensor) -> Tensor:
-    """The index [n] at which the cumulated weights [n, C] (not necessarily summing to 1) pass noise [n] in [0, 1)."""
-    cdf = weights.cumsum(dim=-1)
-    target = (noise * cdf[:, -1]).to(cdf.dtype)
-    index = torch.searchsorted(cdf, target[:, None], right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
-    # rounding can put the target behind the last weight that counts
-    possible = weights.gather(1, index[:, None])[:, 0] > 0
-    return torch.where(possible, index, weights.argmax(dim=-1))
-
-
-def sample_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor, min_p: Tensor | None = None) -> Tensor:
-    """Sample rows of scaled logits [n, V] after min-p and top-k, then top-p over what they left."""
+def sample_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, min_p: Tensor | None = None) -> Tensor:
+    """Sample rows of scaled logits [n, V], keys [n] of `race_keys`, after min-p and top-k, then top-p over what they
+    left."""
     norm = scaled.logsumexp(dim=-1)
     chosen = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
     rows: Tensor | None = None  # those still to do; None: all
@@ -99,7 +66,7 @@ def sample_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor,
             if candidates >= scaled.shape[1]:
                 break
             values, ids = scaled.topk(candidates, dim=-1)
-            picked, complete = _sample_sorted(values, ids, top_k, top_p, noise, norm, min_p)
+            picked, complete = _sample_sorted(values, ids, top_k, top_p, keys, norm, min_p)
             todo = (~complete).nonzero()[:, 0]
             if rows is None:
                 chosen, rows = picked, todo
@@ -108,10 +75,10 @@ def sample_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor,
                 rows = rows[todo]
             if len(todo) == 0:
                 return chosen
-            scaled, top_k, top_p, noise, norm = scaled[todo], top_k[todo], top_p[todo], noise[todo], norm[todo]
+            scaled, top_k, top_p, keys, norm = scaled[todo], top_k[todo], top_p[todo], keys[todo], norm[todo]
             min_p = None if min_p is None else min_p[todo]
     values, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    picked, _ = _sample_sorted(values, ids, top_k, top_p, noise, norm, min_p)
+    picked, _ = _sample_sorted(values, ids, top_k, top_p, keys, norm, min_p)
     if rows is None:
         return picked
     chosen[rows] = picked
@@ -123,7 +90,7 @@ def _sample_sorted(
     ids: Tensor,
     top_k: Tensor,
     top_p: Tensor,
-    noise: Tensor,
+    keys: Tensor,
     norm: Tensor,
     min_p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -144,5 +111,6 @@ def _sample_sorted(
     within = (before < top_p[:, None]) | (top_p >= 1)[:, None]
     total = before[:, -1] + probs[:, -1]
     complete = torch.where(limited, ~kept[:, -1], (top_p < 1) & (total >= top_p))
-    index = invert_cdf(probs * within, noise)
+    # what underflows to 0 is out, like what is filtered
+    index = race(values.masked_fill(~(kept & within) | (probs == 0), float("-inf")), keys, ids)
     return ids.gather(1, index[:, None])[:, 0], complete

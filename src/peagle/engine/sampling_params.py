@@ -46,8 +46,9 @@ class SamplingParams:
 
     max_tokens None means up to the model's length. temperature 0 is greedy. top_k 0 or -1 takes all tokens. A stop
     string ends the text before it; stop_token_ids and the end-of-sequence tokens stay in `token_ids` but are not text.
-    min_tokens holds back end-of-sequence, stop_token_ids and stop strings. seed makes a request's tokens depend on its
-    own prompt only. num_speculative_tokens (not in vLLM) lowers the engine's K for this request, 0 turns drafting off.
+    min_tokens holds back end-of-sequence, stop_token_ids and the ends of stop strings until so many tokens are there.
+    seed makes a request's tokens depend on its own prompt only. num_speculative_tokens (not in vLLM) lowers the
+    engine's K for this request, 0 turns drafting off.
 
     min_p: after temperature, tokens less likely than min_p times the likeliest are left out. logit_bias: token id ->
     what is added to its logit. repetition_penalty divides positive and multiplies negative logits of tokens of prompt

@@ -67,7 +67,7 @@ def lane_setup(request: Request) -> LaneSetup:
         num_prompt_logprobs=request.num_prompt_logprobs,
         prompt_logprobs_from=len(request.prompt_logprobs or [None]),
         # the n-th output token (from 1) stands at position num_prompt + n - 1 and may stop from n = min_tokens on
-        ban_until=request.num_prompt + params.min_tokens - 1 if params.min_tokens > 0 else 0,
+        ban_until=request.num_prompt + params.min_tokens if params.min_tokens > 0 else 0,
         ban_ids=tuple(sorted(request.stop_ids)) if params.min_tokens > 0 else (),
     )
 

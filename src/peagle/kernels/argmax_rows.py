@@ -31,6 +31,15 @@ def _join_kernel(out_ptr, best_ptr, where_ptr, chunks, CHUNKS: tl.constexpr):
     tl.store(out_ptr + row, tl.load(where_ptr + row * chunks + tl.argmax(best, 0)).to(tl.int64))
 
 
+def join_chunks(best: Tensor, where: Tensor) -> Tensor:
+    """best [N, chunks], the greatest number of each chunk, and where [N, chunks] its index -> each row's index [N]."""
+    rows, chunks = best.shape
+    out = torch.empty(rows, dtype=torch.int64, device=best.device)
+    if rows:
+        _join_kernel[(rows,)](out, best, where, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=1)
+    return out
+
+
 def argmax_rows_triton(x: Tensor) -> Tensor:
     """x [N, V], the last dimension contiguous -> the index [N] int64 of each row's greatest number, the first of
     several; NaN counts as the least."""
@@ -38,8 +47,6 @@ def argmax_rows_triton(x: Tensor) -> Tensor:
     chunks = triton.cdiv(vocab, CHUNK)
     best = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
     where = torch.empty((rows, chunks), dtype=torch.int32, device=x.device)
-    out = torch.empty(rows, dtype=torch.int64, device=x.device)
     if rows:
         _chunk_kernel[(rows, chunks)](best, where, x, vocab, x.stride(0), CHUNK=CHUNK)
-        _join_kernel[(rows,)](out, best, where, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=1)
-    return out
+    return join_chunks(best, where)
