@@ -19,6 +19,7 @@ from peagle.config.engine import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Status
 from peagle.server.answers import Answer
+from peagle.server.bodies import most_body_bytes
 from peagle.server.run import banner
 from peagle.target import Target
 from tests.engine.helpers import replay, tiny_head
@@ -402,14 +403,13 @@ def test_synthetic_acceptance_is_unmistakable(start: Start, target: Target, stre
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_too_large(server: Running, monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
-    monkeypatch.setattr("peagle.server.asgi.MAX_BODY_BYTES", 1000)
-    body = json.dumps({"prompt": "x" * 2000}).encode()
-    content = iter([body[:900], body[900:]]) if chunked else body
+def test_a_body_that_is_too_large(server: Running, chunked: bool) -> None:
+    body = json.dumps({"prompt": "x" * most_body_bytes(256)}).encode()
+    content = iter([body[:-2000], body[-2000:]]) if chunked else body
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
     assert answer.status_code == 413
-    assert "1000" in answer.json()["error"]["message"]
+    assert f"expected at most {most_body_bytes(256)}: " in answer.json()["error"]["message"]
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +10,16 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from peagle.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from peagle.server.bodies import most_body_bytes
+from peagle.server.protocol import (
+    MAX_MESSAGES,
+    MAX_TEMPLATE_ENTRIES,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from peagle.server.wrong_values import MAX_PROMPT_ITEMS
 from peagle.target import Target
 from tests.server.conftest import Running, Start, hold, tiny_engine, wait_for
@@ -82,6 +92,10 @@ LARGE: list[tuple[type[Body], dict[str, Any], str]] = [
     (ChatBody, {"messages": [{"role": "user", "content": "x"}] * MANY}, "messages"),
     (ChatBody, {"messages": [{"role": "user", "content": [1] * MANY}]}, "messages"),
     (ChatBody, {"messages": [{f"unknown{i}": 1 for i in range(MANY)}]}, "messages"),
+    (ChatBody, {"messages": [{"role": "user", "content": [{"a": 1}] * (MANY // 4)}] * 5}, "messages"),
+    (ChatBody, {"chat_template_kwargs": {str(i): 1 for i in range(MANY)}}, "chat_template_kwargs"),
+    (ChatBody, {"chat_template_kwargs": {"a": [{"b": [[]] * MANY}]}}, "chat_template_kwargs"),
+    (TokenizeBody, CHAT | {"chat_template_kwargs": {str(i): 1 for i in range(MANY)}}, "chat_template_kwargs"),
     (ChatBody, {"metadata": {str(i): 1 for i in range(MANY)}}, "metadata"),
     (TokenizeBody, {"messages": [{}] * MANY}, "messages"),
     (DetokenizeBody, {"tokens": [-1] * MANY}, "tokens"),
@@ -98,7 +112,10 @@ def test_a_large_wrong_value_makes_few_errors(server: Running, number: int) -> N
     assert field in {error["loc"][0] for error in caught.value.errors()}
     paths = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions", TokenizeBody: "/tokenize"}
     answer = server.post(paths.get(body, "/detokenize"), whole)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    if len(json.dumps(whole, separators=(",", ":"))) > most_body_bytes(256):
+        assert answer.status_code == 413
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
     assert len(answer.text) < 600
 
 
@@ -162,3 +179,21 @@ def test_what_only_messages_are_rendered_with(server: Running, field: dict[str, 
     answer = server.post("/tokenize", {"prompt": "a"} | field)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(field)))
     assert server.post("/tokenize", CHAT | field).status_code == 200
+
+
+def test_messages_at_the_limit() -> None:
+    part = {"type": "text", "text": "x"}
+    halves = [{"role": "user", "content": [part] * (MAX_MESSAGES // 2)}] * 2
+    assert len(ChatBody.model_validate({"messages": halves}).messages) == 2
+    with pytest.raises(ValidationError, match=f"at most {MAX_MESSAGES} parts of all messages together, not 16385"):
+        ChatBody.model_validate({"messages": [*halves, {"role": "user", "content": [part]}]})
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_template_arguments_at_the_limit(server: Running, path: str) -> None:
+    most = {"a": [[1]] * (MAX_TEMPLATE_ENTRIES // 2 - 1), "b": {}}  # each of the lists has an entry of its own
+    body = CHAT | ({} if path == "/tokenize" else {"max_tokens": 1})
+    assert server.post(path, body | {"chat_template_kwargs": most}).status_code == 200
+    error = server.post(path, body | {"chat_template_kwargs": most | {"c": None}}).json()["error"]
+    assert error["param"] == "chat_template_kwargs"
+    assert f"expected at most {MAX_TEMPLATE_ENTRIES} entries" in error["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
@@ -207,6 +208,10 @@ def serve(
     sock.listen()  # from here on clients wait instead of being refused
     head_name = None if speculative is None else speculative.model
     typer.echo(banner(engine, settings.model_names, url, warnings, head_name))
+    # What is there now stays to the end. Each full collection would walk all of it, libraries and model, and a large
+    # request's objects call for several of them while everybody waits.
+    gc.collect()
+    gc.freeze()
     server.run(sockets=[sock])
 
 

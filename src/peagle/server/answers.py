@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,10 +14,12 @@ from peagle.engine.outputs import PositionLogprobs
 from peagle.engine.stats import SpecMetrics
 from peagle.server.calls import Call, Update
 from peagle.server.errors import ApiError
+from peagle.server.json_parts import SLICE, encode, encode_utf8, event, joined, slices, spliced
 from peagle.server.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 
 log = logging.getLogger(__name__)
-encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: there is a chunk a step of every stream
+MAX_REPORTED = 2**19  # tokens with their logprobs in one response
+UNKNOWN_LENGTH = 4096  # what an answer without max_tokens counts as, of that: few are longer, and none need be refused
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ class Answer:
     echo: Echo | None = None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    # made once a prompt, for all its answers
+    _prompt_reports: dict[int, bytes] = field(default_factory=dict, init=False)
+    _echo_reports: dict[int, tuple[dict[str, list[str]], int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
@@ -115,31 +120,70 @@ class Answer:
             extras["spec_metrics"] = spec_metrics(choice.metrics)
         return extras
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    def reported(self, max_tokens: int | None, max_logprobs: int) -> tuple[int, int]:
+        """How many tokens with their logprobs stand in the response at most, of prompts and of answers, if no request
+        gets more than max_logprobs a position. max_tokens: of each answer, None if it ends by itself."""
+        # a chat has its prompt's report once, a plain completion in every choice
+        prompt_tokens = sum(map(len, self.prompts)) * (1 if self.kind == "chat" else self.n)
+        of_prompts = 0
+        for asked in (self.prompt_logprobs, self.top_logprobs if self.echo is not None else None):
+            if asked is not None:
+                of_prompts = max(of_prompts, prompt_tokens * (min(asked, max_logprobs) + 1))
+        if self.top_logprobs is None or (self.echo is not None and self.echo.only):
+            return of_prompts, 0
+        tokens = UNKNOWN_LENGTH if max_tokens is None else max_tokens
+        return of_prompts, tokens * len(self.prompts) * self.n * (min(self.top_logprobs, max_logprobs) + 1)
+
+    async def _logprobs(self, choice: Choice) -> dict[str, Any] | bytes | None:
+        """A choice's report, as JSON where it is long."""
         if self.top_logprobs is None:
             return None
+        few = choice.prompt_logprobs is None and sum(map(len, choice.logprobs)) <= SLICE  # as in a stream's chunk
         if self.kind == "chat":
-            return chat_logprobs(choice.logprobs, self.top_logprobs)
-        positions: list[PositionLogprobs | None] = [*choice.logprobs]
-        first = ""
+            if few:
+                return chat_logprobs(choice.logprobs, self.top_logprobs)
+            shown = self.top_logprobs
+            parts = [encode(chat_logprobs(part, shown)["content"]) async for part in slices(choice.logprobs)]
+            return spliced({"content": joined(parts), "refusal": None})
+        if few:
+            return text_report(choice, choice.logprobs, self.top_logprobs)
+        lists = empty_text_report()
         if self.echo is not None and choice.prompt_logprobs is not None:
-            positions = [*choice.prompt_logprobs, *positions]
-            first = self.echo.first_tokens[choice.index // self.n]
-        report = text_logprobs(positions, self.top_logprobs, choice.offset, first)
-        choice.offset += sum(map(len, report["tokens"]))
-        return report
+            lists = await self._echoed(choice)
+        async for positions in slices(choice.logprobs):
+            add(lists, text_report(choice, positions, self.top_logprobs))
+        return spliced({name: joined(parts) for name, parts in lists.items()})
 
-    def _prompt(self, choice: Choice) -> dict[str, Any]:
+    async def _echoed(self, choice: Choice) -> dict[str, list[str]]:
+        """The prompt's part of a plain completion's report, of which all answers to the prompt have the same."""
+        assert self.echo is not None
+        assert self.top_logprobs is not None
+        number = choice.index // self.n
+        if number not in self._echo_reports:
+            lists = empty_text_report()
+            first = self.echo.first_tokens[number]
+            async for positions in slices(choice.prompt_logprobs or ()):
+                add(lists, text_report(choice, positions, self.top_logprobs, first))
+            self._echo_reports[number] = lists, choice.offset
+        lists, choice.offset = self._echo_reports[number]
+        return {name: [*parts] for name, parts in lists.items()}
+
+    async def _prompt(self, choice: Choice) -> dict[str, Any]:
         """What is said of a choice's prompt beside its text."""
         said: dict[str, Any] = {}
+        number = choice.index // self.n
         if self.return_token_ids:
-            said["prompt_token_ids"] = self.prompts[choice.index // self.n]
+            said["prompt_token_ids"] = self.prompts[number]
         if self.prompt_logprobs is not None and choice.prompt_logprobs is not None:
-            said["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self.prompt_logprobs)
+            if number not in self._prompt_reports:
+                reports = slices(choice.prompt_logprobs)
+                parts = [encode(prompt_logprobs(part, self.prompt_logprobs)) async for part in reports]
+                self._prompt_reports[number] = joined(parts)
+            said["prompt_logprobs"] = self._prompt_reports[number]
         return said
 
-    async def whole(self, call: Call) -> dict[str, Any]:
-        """The response that is not streamed."""
+    async def whole(self, call: Call) -> bytes:
+        """The response that is not streamed, as JSON."""
         choices = self._begin(call)
         async for update in self._updates(call):
             choices[update.index].add(update)
@@ -148,25 +192,31 @@ class Answer:
             # only the first of a prompt's answers has it reported
             choice.prompt_logprobs = choices[choice.index - choice.index % self.n].prompt_logprobs
             end = {
-                "logprobs": self._logprobs(choice),
+                "logprobs": await self._logprobs(choice),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
             if self.kind == "chat":
                 message = {"role": "assistant", "content": choice.text, "refusal": None}
-                listed.append({"index": choice.index, "message": message, **end, **self._extras(choice)})
+                said = {"index": choice.index, "message": message, **end, **self._extras(choice)}
             else:
-                extras = self._extras(choice) | self._prompt(choice)
-                listed.append({"index": choice.index, "text": choice.text, **end, **extras})
-        usage = self.usage(sum(len(choice.token_ids) for choice in choices))
+                extras = self._extras(choice) | await self._prompt(choice)
+                said = {"index": choice.index, "text": choice.text, **end, **extras}
+            listed.append(spliced(said, encode_utf8))
+            await asyncio.sleep(0)
         whole = self._head("chat.completion" if self.kind == "chat" else "text_completion")
-        whole |= {"choices": listed, "usage": usage, "system_fingerprint": None}
-        return whole | (self._prompt(choices[0]) if self.kind == "chat" else {})
+        whole["choices"] = b"[%s]" % b",".join(listed)
+        whole["usage"] = self.usage(sum(len(choice.token_ids) for choice in choices))
+        whole["system_fingerprint"] = None
+        return spliced(whole | (await self._prompt(choices[0]) if self.kind == "chat" else {}), encode_utf8)
 
     def _chunk(self, piece: dict[str, Any] | None, tokens: int) -> dict[str, Any]:
         """A chunk with a piece of one choice, of which so many tokens have come; the usage of them all without one."""
         chunk = self._head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
-        chunk |= {"choices": [] if piece is None else [piece], "system_fingerprint": None}
+        choices: list[Any] | bytes = [] if piece is None else [piece]
+        if piece is not None and bytes in map(type, piece.values()):
+            choices = b"[%s]" % spliced(piece)
+        chunk |= {"choices": choices, "system_fingerprint": None}
         if not self.include_usage:
             return chunk
         # every chunk has the key; but for the last it has no value, unless the client wants it all along
@@ -181,7 +231,7 @@ class Answer:
 
     async def chunks(self, call: Call) -> AsyncIterator[dict[str, Any]]:
         """The streamed response's chunks: for chat a role chunk a choice first, then text as it comes, each choice's
-        end, and the usage if it was asked for."""
+        end, and the usage if it was asked for. Bytes in them are JSON."""
         chat = self.kind == "chat"
         pending = self._begin(call)
         begun = [False] * len(pending)
@@ -189,7 +239,7 @@ class Answer:
         if chat:
             for choice in pending:
                 chunk = self._chunk(self._piece(choice.index, {"role": "assistant", "content": ""}), 0)
-                yield chunk | (self._prompt(choice) if choice.index == 0 else {})
+                yield chunk | (await self._prompt(choice) if choice.index == 0 else {})
         async for update in self._updates(call):
             index = update.index
             choice = pending[index]
@@ -197,9 +247,9 @@ class Answer:
             tokens[index] += len(update.token_ids)
             if not update.finished and not choice.text:
                 continue
-            extras = self._extras(choice) | {"logprobs": self._logprobs(choice)}
+            extras = self._extras(choice) | {"logprobs": await self._logprobs(choice)}
             if not chat and not begun[index]:
-                extras |= self._prompt(choice)
+                extras |= await self._prompt(choice)
             begun[index] = True
             end: dict[str, Any] = {}
             if update.finished:
@@ -229,8 +279,23 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
 
-def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + encode(data).encode() + b"\n\n"
+def text_report(
+    choice: Choice, positions: Sequence[PositionLogprobs | None], count: int, first: str | None = None
+) -> dict[str, list[Any]]:
+    """A plain completion's logprobs of the choice's next positions."""
+    report = text_logprobs(positions, count, choice.offset, first)
+    choice.offset += sum(map(len, report["tokens"]))
+    return report
+
+
+def empty_text_report() -> dict[str, list[str]]:
+    """The lists of such a report, for pieces of their JSON."""
+    return text_logprobs((), 0, 0)
+
+
+def add(lists: dict[str, list[str]], report: dict[str, list[Any]]) -> None:
+    for name, values in report.items():
+        lists[name].append(encode(values))
 
 
 def spec_metrics(metrics: SpecMetrics) -> dict[str, Any]:

@@ -10,15 +10,16 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import peagle
 from peagle.errors import InputError
-from peagle.server.answers import Answer, Echo
+from peagle.server.answers import MAX_REPORTED, Answer, Echo
 from peagle.server.asgi import ClientGone, EventStream, Guard, error_response, unless_disconnected
+from peagle.server.bodies import RefusedBody
 from peagle.server.calls import Call
 from peagle.server.engine_loop import EngineLoop
 from peagle.server.errors import ApiError, ErrorBody, bad_request, shutting_down
@@ -66,7 +67,7 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
         status: {"model": ErrorBody} for status in (400, 401, 404, 413, 429, 500, 503)
     }
     app = FastAPI(title="peagle", version=peagle.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, api_keys=settings.api_keys)
+    app.add_middleware(Guard, api_keys=settings.api_keys, max_model_len=engine.max_model_len)
     app.add_middleware(CountRequests, metrics=engine_loop.metrics.http)
     if settings.allowed_origins:  # outermost: a browser's first question brings no API key
         app.add_middleware(
@@ -80,6 +81,10 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return error_response(validation_error(error))
+
+    @app.exception_handler(RefusedBody)
+    async def refused_body(request: Request, error: RefusedBody) -> Response:
+        return error_response(error.error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -116,6 +121,23 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
             what = f"at most {most}, this server's" if most else "0: this server runs without a head"
             raise bad_request("num_speculative_tokens", f"num_speculative_tokens: got {wanted}, expected {what}")
 
+    def check_reported(answer: Answer, body: ChatBody | CompletionBody, max_tokens: int | None) -> None:
+        most = engine.config.max_logprobs
+        if most == -1:  # whoever starts a server without that limit wants whole vocabularies
+            return
+        # a stream's answers leave as they come; what it says of prompts is sent at once
+        prompts, answers = answer.reported(0 if body.stream else max_tokens, most)
+        if prompts + answers <= MAX_REPORTED:
+            return
+        name = "top_logprobs" if isinstance(body, ChatBody) and body.top_logprobs else "logprobs"
+        if prompts >= answers and body.prompt_logprobs is not None:
+            name = "prompt_logprobs"
+        raise bad_request(
+            name,
+            f"{name}: got up to {prompts + answers} tokens to report ({prompts} of prompts, {answers} of answers; "
+            f"alternatives count, and every choice), expected at most {MAX_REPORTED}",
+        )
+
     async def generate(body: ChatBody | CompletionBody, request: Request) -> Response:
         # its places are taken before the work of tokenizing, so that no more of that waits than can be run
         with engine_loop.admit((body.n or 1) * num_prompts(body)) as seat:
@@ -123,7 +145,8 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
         if body.stream:
             return EventStream(answer.events(call), call.close)
         try:
-            return JSONResponse(await unless_disconnected(request.receive, answer.whole(call)))
+            whole = await unless_disconnected(request.receive, answer.whole(call))
+            return Response(whole, media_type="application/json")
         finally:
             call.close()
 
@@ -167,6 +190,7 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
             prompt_logprobs=echoed_logprobs(body) if body.prompt_logprobs is None else body.prompt_logprobs,
             echo=echo,
         )
+        check_reported(answer, body, params.max_tokens)
         interval = settings.stream_interval if body.stream else 0
         try:
             return answer, await engine_loop.submit(seat, work, n, interval)

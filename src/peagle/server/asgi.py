@@ -1,4 +1,4 @@
-"""What lies under the routes: the API key, the limit on bodies, and noticing that a client has gone."""
+"""What lies under the routes: the API key, bodies within their limits, and noticing that a client has gone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import hmac
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from fastapi import HTTPException
 from fastapi.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from peagle.server.bodies import UNFINISHED_BODIES, LimitedReceive, Unfinished, most_body_bytes, too_large
 from peagle.server.errors import ApiError
 
 T = TypeVar("T")
-MAX_BODY_BYTES = 32 * 2**20
 OPEN_PATHS = ("/health", "/version", "/metrics")
 
 
@@ -78,9 +77,11 @@ class EventStream(Response):
 class Guard:
     """ASGI middleware: refuses requests without one of the API keys, and bodies that are too large."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_model_len: int) -> None:
         self.app = app
         self.api_keys = [key.encode() for key in api_keys]
+        self.max_body = most_body_bytes(max_model_len)
+        self.unfinished = Unfinished(UNFINISHED_BODIES * self.max_body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,21 +95,14 @@ class Guard:
             await error_response(error)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            error = ApiError(413, f"the body has {int(length)} bytes, expected at most {MAX_BODY_BYTES}")
-            await error_response(error)(scope, receive, send)
+        if length.isdigit() and int(length) > self.max_body:
+            await error_response(too_large(str(int(length)), self.max_body))(scope, receive, send)
             return
-        read = 0
-
-        async def limited() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")  # the only kind let through
-            return message
-
-        await self.app(scope, limited, send)
+        body = LimitedReceive(receive, self.max_body, self.unfinished)
+        try:
+            await self.app(scope, body, send)
+        finally:  # the client may have gone in the middle
+            body.close()
 
     def _knows(self, authorization: bytes) -> bool:
         scheme, _, given = authorization.partition(b" ")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from peagle.server.wrong_values import INTEGERS, at_most, checked_prompt
+from peagle.server.wrong_values import INTEGERS, at_most, checked_prompt, few_entries, few_parts
 
 MAX_CHOICES = 128
 # Work that is done in every step, while all others wait, has its limits.
@@ -15,7 +15,8 @@ MAX_STOP_LENGTH = 1000
 MAX_STOP_CHARACTERS = 4000  # of all stop strings of a request
 MAX_LISTED = 1024  # stop_token_ids, logit_bias
 MAX_METADATA = 16
-MAX_MESSAGES = 2**14  # and parts of one
+MAX_MESSAGES = 2**14  # and parts of all of them
+MAX_TEMPLATE_ENTRIES = 1024  # of chat_template_kwargs, whatever they are in
 MAX_TOKENS = 2**20  # of /detokenize
 
 
@@ -137,7 +138,12 @@ class Message(Body):
     reasoning_content: None = None
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(few_parts(MAX_MESSAGES)),
+]
+TemplateArguments = Annotated[dict[str, Any], BeforeValidator(few_entries(MAX_TEMPLATE_ENTRIES))]
 
 
 class ChatBody(GenerationBody):
@@ -157,7 +163,7 @@ class ChatBody(GenerationBody):
     response_format: TextFormat | None = None
     # vLLM's extensions
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
 
 class TokenizeBody(Body):
@@ -168,7 +174,7 @@ class TokenizeBody(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool | None = None
 
 

@@ -19,6 +19,7 @@ EXPECTED = {
 }
 
 MOST_OF_A_NAME = 100  # characters
+MOST_OF_A_VALUE = 300
 
 
 def validation_error(error: RequestValidationError) -> ApiError:
@@ -44,7 +45,7 @@ def validation_error(error: RequestValidationError) -> ApiError:
     at = 2 if name == "messages" else 0
     if at < len(path) and path[at] in EXPECTED:
         where, expected = ".".join(map(str, path[: at + 1])), f"expected {EXPECTED[str(path[at])]}"
-    return bad_request(name, f"{where}: got {reprlib.repr(value)}, {expected}")
+    return bad_request(name, f"{where}: got {reprlib.repr(value)[:MOST_OF_A_VALUE]}, {expected}")
 
 
 def _wrong_body(kind: str, value: Any) -> str:

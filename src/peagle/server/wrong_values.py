@@ -70,3 +70,40 @@ def at_most(count: int) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+def few_entries(count: int) -> Callable[[Any], Any]:
+    """The same for what may hold anything: its entries count, and those of all lists and mappings in it."""
+
+    def check(value: Any) -> Any:
+        found, waiting = 0, [value]
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, (dict, list)):
+                found += len(one)
+                if found > count:
+                    raise PydanticCustomError(
+                        "too_long", "expected at most {most} entries, with all that they hold", {"most": count}
+                    )
+                waiting += one.values() if isinstance(one, dict) else one
+        return value
+
+    return check
+
+
+def few_parts(count: int) -> Callable[[Any], Any]:
+    """A validator of messages that looks at the number of all their parts before it looks at any."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list):
+            contents = (message.get("content") for message in value if isinstance(message, dict))
+            found = sum(len(content) for content in contents if isinstance(content, list))
+            if found > count:
+                raise PydanticCustomError(
+                    "too_long",
+                    "expected at most {most} parts of all messages together, not {got}",
+                    {"got": found, "most": count},
+                )
+        return value
+
+    return check
