@@ -22,12 +22,13 @@ def test_to_the_other_layout(heads, tmp_path):
 
 
 def test_bad_values(heads, tmp_path):
+    (tmp_path / "empty").mkdir()
     for arguments, message in (
         ((heads["eagle3"], tmp_path / "x", "--layout", "gguf"), "--layout: got 'gguf'"),
-        ((tmp_path, tmp_path / "x", "--layout", "native"), "config.json"),
+        ((tmp_path / "empty", tmp_path / "x", "--layout", "native"), "config.json"),
         ((heads["eagle3"], tmp_path / "x"), "--layout"),
     ):
         result = run_peagle("convert", *arguments)
         assert result.exit_code == 2
         assert message in result.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "empty"]

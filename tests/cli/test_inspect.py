@@ -100,6 +100,8 @@ def test_the_list_that_a_cpu_drafts_from(heads, tmp_path):
     del content["coverage"]  # not needed to draft
     (head / FILE).write_text(json.dumps(content))
     assert f"128 of {VOCAB} tokens; a CPU" in run_peagle("inspect", head).stdout
+    (head / FILE).write_text(json.dumps(content | {"coverage": "most"}))
+    assert f"128 of {VOCAB} tokens; a CPU" in run_peagle("inspect", head).stdout
     (head / FILE).write_text(json.dumps(content | {"vocab_size": 7}))
     assert "draft_vocabulary.json cannot be used: vocab_size: got 7" in run_peagle("inspect", head).stdout
 

@@ -25,6 +25,25 @@ def test_vllm_gets_its_own_flags(target_folder):
     assert "--engine" not in result.output
 
 
+@pytest.mark.parametrize(
+    "flag", ["--speculative-config", "--speculative_config", "--speculative-config=", "--speculative_config=", "-sc"]
+)
+def test_the_speculative_config_in_each_of_vllms_spellings(target_folder, heads, flag):
+    text = f'{{"model": "{heads["eagle3"]}", "num_speculative_tokens": 3}}'
+    given = [flag + text] if flag.endswith("=") else [flag, text]
+    command = ("serve", target_folder("llama"), "--engine", "vllm", "--dry-run", "--max_model_len=64")
+    result = run_peagle(*command, *given)
+    assert result.exit_code == 0, result.output
+    assert "--speculative-config '{" in result.stdout
+    assert "--max_model_len=64" in result.stdout  # vLLM's own, as it was
+    for again in ("--speculative_config", "-sc", "--speculative-config"):
+        result = run_peagle(*command, *given, again, text)
+        assert (result.exit_code, result.stderr) == (
+            2,
+            "peagle: error: --speculative-config: given twice, expected it once\n",
+        )
+
+
 def test_flags_of_vllm_in_front_of_the_target_are_told(target_folder):
     result = run_peagle("serve", "--engine", "vllm", "--port", "9", target_folder("llama"), "--dry-run")
     assert result.exit_code == 2

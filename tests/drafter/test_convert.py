@@ -100,14 +100,14 @@ def test_other_files_come_along(tmp_path):
 def test_no_overwriting_without_force(tmp_path):
     start = save_drafter(make_drafter(), tmp_path / "start")
     there = convert_head(start, tmp_path / "there", "speculators")
-    (there / "old.txt").write_text("")
+    (there / "README.md").write_text("of the old one")
     before = (there / "config.json").read_text()
     with pytest.raises(InputError, match="exists, expected a new folder"):
         convert_head(start, there, "native")
     assert (there / "config.json").read_text() == before
     convert_head(start, there, "native", force=True)
     assert read_head_facts(there).layout == "native"
-    assert not (there / "old.txt").exists()
+    assert not (there / "README.md").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["start", "there"]
 
 
@@ -115,6 +115,8 @@ def test_what_force_does_not_replace(tmp_path):
     start = save_drafter(make_drafter(), tmp_path / "start")
     with pytest.raises(InputError, match="is the head itself"):
         convert_head(start, start, "speculators", force=True)
+    (tmp_path / "empty").mkdir()
+    assert read_head_facts(convert_head(start, tmp_path / "empty", "speculators", force=True)).problems == []
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("")
     with pytest.raises(InputError, match="not a head's folder"):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from peagle.drafter import load_drafter, save_drafter
+from peagle.drafter.config_keys import Layout
 from peagle.drafter.convert import SOURCE, convert_head
 from peagle.drafter.facts import read_head_facts
-from peagle.drafter.layouts import Layout
 from tests.drafter.heads import HIDDEN, VOCAB, edit_config, make_drafter
 
 OTHER: dict[Layout, Layout] = {"native": "speculators", "speculators": "native"}

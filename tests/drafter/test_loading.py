@@ -38,7 +38,7 @@ def test_no_config_or_no_tensors(head, tmp_path):
 @pytest.mark.parametrize("content", ['{"hidden_size": 3', "", "[1, 2]", '"text"', "\x00\xff"])
 def test_damaged_config(head, content):
     (head / "config.json").write_bytes(content.encode("latin-1"))
-    refused(head, r"config\.json (is not valid JSON|holds .*expected a JSON object)")
+    refused(head, r"config\.json (cannot be read as JSON|holds .*expected a JSON object)")
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, -1, -500])
@@ -55,18 +55,20 @@ def test_truncated_tensors(head, size):
         ({"architectures": None}, r"architectures: got \[\]"),
         ({"model_type": "qwen3"}, "model_type: got 'qwen3', expected 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
-        ({"hidden_size": None}, "hidden_size: missing in"),
-        ({"vocab_size": None}, "vocab_size: missing in"),
-        ({"hidden_size": "wide"}, "wrong type"),
-        ({"num_hidden_layers": [2]}, "wrong type"),
-        ({"peagle": "text"}, "wrong type"),
-        ({"eagle_aux_hidden_state_layer_ids": 5}, "wrong type"),
-        ({"eagle_aux_hidden_state_layer_ids": None, "num_aux_hidden_states": "3"}, "wrong type"),
+        ({"hidden_size": None}, "hidden_size: missing, expected a positive integer"),
+        ({"vocab_size": None}, "vocab_size: missing, expected a positive integer"),
+        ({"hidden_size": "wide"}, "hidden_size: got 'wide', expected a positive integer"),
+        ({"num_hidden_layers": [2]}, r"num_hidden_layers: got \[2\]"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: got True, expected a positive integer"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000, expected a positive integer up to 1024"),
+        ({"peagle": "text"}, "peagle: got 'text', expected an object"),
+        ({"eagle_aux_hidden_state_layer_ids": 5}, "eagle_aux_hidden_state_layer_ids: got 5"),
+        ({"eagle_aux_hidden_state_layer_ids": None, "num_aux_hidden_states": "3"}, "num_aux_hidden_states: got '3'"),
         ({"eagle_aux_hidden_state_layer_ids": None, "num_aux_hidden_states": 2}, r"(fc.weight|mask_hidden): shape .*"),
         ({"eagle_aux_hidden_state_layer_ids": [5, 3, 2]}, r"got \[5, 3, 2\].*ascending"),
         ({"ptd_token_id": None}, "ptd_token_id: missing"),
         ({"ptd_token_id": 60}, "ptd_token_id: got 60, expected 0 to 59"),
-        ({"ptd_token_id": "59"}, "wrong type"),
+        ({"ptd_token_id": "59"}, "ptd_token_id: got '59', expected the id of the mask token"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_parameters: got .*spiral"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_parameters: got .*yarn"),
         ({"num_hidden_layers": 2}, "layers.1.*missing in .*expected shape"),
@@ -83,6 +85,7 @@ def test_config_that_is_wrong_or_does_not_fit(head, changes, match):
 
 def test_speculators_config_that_is_wrong(tmp_path):
     def saved():
+        shutil.rmtree(tmp_path / "head", ignore_errors=True)
         return save_drafter(make_drafter(), tmp_path / "head", "speculators")
 
     edit_config(saved(), speculators_model_type="dflash")
@@ -90,9 +93,9 @@ def test_speculators_config_that_is_wrong(tmp_path):
     edit_config(saved(), transformer_layer_config=None)
     refused(tmp_path / "head", "transformer_layer_config: missing")
     edit_config(saved(), mask_token_id=None)
-    refused(tmp_path / "head", "ptd_token_id: missing, expected the id of the mask token")
+    refused(tmp_path / "head", "mask_token_id: missing, expected the id of the mask token")
     edit_config(saved(), speculators_config=[1], peagle=None)
-    refused(tmp_path / "head", "wrong type")
+    refused(tmp_path / "head", r"speculators_config: got \[1\], expected an object")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shlex
 import stat
 import sys
@@ -153,11 +154,20 @@ def test_a_relative_head_is_made_absolute(target, heads, version, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    "flag", ["--speculative-config={}", "--speculative_config", "--speculative-config.model=x", "--model"]
+    ("flag", "message"),
+    [
+        ("--speculative-config={}", "given twice"),
+        ("--speculative_config", "given twice"),
+        ("-sc", "given twice"),
+        ("--speculative-config.model=x", "the head has to be known here, expected --speculative-config with JSON"),
+        ("--speculative_config.num_speculative_tokens", "expected --speculative-config with JSON"),
+        ("-sc.model", "expected --speculative-config with JSON"),
+        ("--model", "given beside TARGET, expected the model as TARGET only"),
+    ],
 )
-def test_flags_that_are_given_already(target, version, flag):
+def test_flags_that_this_command_writes(target, version, flag, message):
     version("0.25.1")
-    with pytest.raises(InputError, match="given twice"):
+    with pytest.raises(InputError, match=f"^{re.escape(flag)}: .*{message}"):
         run(target, None, [flag])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 if TYPE_CHECKING:
-    from peagle.drafter.layouts import Layout
+    from peagle.drafter.config_keys import Layout
 
 
 def convert(
@@ -22,7 +22,9 @@ def convert(
             help="native (vLLM 0.16 and later) or speculators (as the speculators project writes heads).",
         ),
     ],
-    force: Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it is a head's folder.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace OUTPUT, a head's folder with nothing else in it.")
+    ] = False,
 ) -> None:
     """Write a head in another layout without loss: tensors keep their bits, names and config change.
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from peagle.errors import InputError
+from peagle.vllm.flags import SPECULATIVE, long_name
 
 ENGINES = ("peagle", "vllm")
 
@@ -15,7 +16,8 @@ ENGINES = ("peagle", "vllm")
 def take_engine(args: Sequence[str]) -> tuple[str, list[str]]:
     """The engine that the arguments of `peagle serve` ask for, and the arguments without it.
 
-    It is taken out before the flags are parsed, because each engine has its own.
+    It is taken out before the flags are parsed, because each engine has its own. For vLLM the speculative config's flag
+    may be spelled in all of its ways, and comes out in ours.
     """
     engine, rest = "peagle", []
     remaining = iter(args)
@@ -28,7 +30,19 @@ def take_engine(args: Sequence[str]) -> tuple[str, list[str]]:
             rest.append(arg)
     if engine not in ENGINES:
         raise InputError(f"--engine: got {engine!r}, expected {' or '.join(ENGINES)}")
-    return engine, rest
+    return engine, rest if engine == "peagle" else spell_speculative(rest)
+
+
+def spell_speculative(args: Sequence[str]) -> list[str]:
+    """The arguments with the speculative config's flag as it is read here. Raises InputError if it is given twice."""
+    ours = [i for i, arg in enumerate(args) if long_name(arg) == SPECULATIVE]
+    if len(ours) > 1:
+        raise InputError(f"{SPECULATIVE}: given twice, expected it once")
+    spelled = list(args)
+    for i in ours:
+        _, equals, value = args[i].partition("=")
+        spelled[i] = SPECULATIVE + equals + value
+    return spelled
 
 
 def serve_vllm(

@@ -8,21 +8,24 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.config_keys import Layout, config_layout
 from peagle.drafter.facts import named_target
-from peagle.drafter.layouts import Layout, config_json, config_layout, module_name, parse_config
+from peagle.drafter.head_folder import check_apart, check_replaceable
+from peagle.drafter.layouts import config_json, module_name, parse_config
 from peagle.drafter.loading import load_drafter, read_json, read_tensors, resolve_head
 from peagle.drafter.saving import t2d_of, write_files
 from peagle.errors import InputError
 from peagle.work_folder import work_folder
 
 # Files that belong to a head in any layout and are not copied: they are written anew.
-WRITTEN = {"config.json", "model.safetensors", "model.safetensors.index.json"}
+WRITTEN = ("config.json", "*.safetensors", "*.safetensors.index.json")
 SOURCE = "peagle_source_config"  # in a converted config.json: the config in the other layout that it was made from
 
 
@@ -56,7 +59,8 @@ def convert_head(
     """Write `head` (a folder or a Hub id) to the folder `output` in a layout, whole or not at all.
 
     The head is loaded first, so that what does not work is refused and not converted. Other files of the folder (a
-    model card) are copied. An existing output is refused, or with `force` replaced as a whole. Raises InputError.
+    model card) are copied. An existing output is refused, or with `force` replaced as a whole where it is a head's and
+    holds nothing else. Raises InputError.
     """
     if layout not in ("native", "speculators"):
         raise InputError(f"--layout: got {layout!r}, expected native or speculators")
@@ -64,10 +68,9 @@ def convert_head(
     final = Path(output).expanduser()
     if final.exists() and not force:
         raise InputError(f"output: {final} exists, expected a new folder (or --force to replace it)")
-    if final.exists() and (not final.is_dir() or not (final / "config.json").is_file()) and any_content(final):
-        raise InputError(f"output: {final} is not a head's folder, it is not replaced")
-    if final.exists() and final.resolve() == source.resolve():
-        raise InputError(f"output: {final} is the head itself, expected another folder")
+    check_apart(source, final)
+    if final.exists():
+        check_replaceable(final, source)
     loaded = load_drafter(source)
     raw = read_json(source / "config.json")
     tensors = converted_tensors(read_tensors(source), layout, loaded.config)
@@ -75,10 +78,12 @@ def convert_head(
     del loaded
     with work_folder(final, f"output: {final} cannot be written") as work:
         for file in sorted(source.iterdir()):
-            if file.is_file() and file.name not in WRITTEN and file.suffix != ".safetensors":
+            if file.is_file() and not any(fnmatchcase(file.name, pattern) for pattern in WRITTEN):
                 shutil.copyfile(file, work / file.name)
         write_files(work, tensors, written)
         os.chmod(work, 0o755)
+        if final.exists():  # once more: converting takes a while
+            check_replaceable(final, source)
         put_in_place(work, final)
     return final
 
@@ -113,7 +118,7 @@ def understood(raw: dict[str, Any]) -> tuple[DrafterConfig, str] | None:
     """What is read of a config; None where it is not one."""
     try:
         return parse_config(raw), named_target(raw)
-    except (InputError, KeyError, TypeError, AttributeError, IndexError):
+    except InputError:
         return None
 
 
@@ -138,12 +143,8 @@ def same_json(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
-def any_content(path: Path) -> bool:
-    return not path.is_dir() or any(path.iterdir())
-
-
 def put_in_place(work: Path, final: Path) -> None:
-    """Move a complete folder to its name; what stood there is taken away only once the new one stands."""
+    """Move a complete folder to its name; a head that stood there is taken away only once the new one stands."""
     if not final.exists():
         work.rename(final)
         return

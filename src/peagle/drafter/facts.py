@@ -18,20 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.layouts import (
-    IGNORED,
-    MASK_TOKEN_KEYS,
-    NATIVE_ARCHITECTURE,
-    READABLE_ARCHITECTURES,
-    Layout,
-    module_name,
-    parse_config,
-)
+from peagle.drafter.config_keys import Layout, config_layout, is_parallel
+from peagle.drafter.config_problems import config_problems
+from peagle.drafter.layouts import IGNORED, module_name, parse_config
 from peagle.drafter.loading import check_d2t
 from peagle.drafter.model import Drafter
 from peagle.errors import InputError
-
-LAYER_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +79,12 @@ def _from_folder(name: str, folder: Path) -> HeadFacts:
     else:
         try:
             raw = json.loads(config_file.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            facts.problems.append(f"config.json: cannot be read ({error.strerror or error})")
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits and deep nesting too
             facts.problems.append(f"config.json: not valid JSON ({error})")
+        else:
+            facts.problems += not_an_object(raw)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         facts.problems.append(f"*.safetensors: none in {folder}")
@@ -120,18 +116,24 @@ def _from_hub(name: str) -> HeadFacts:
         return _from_folder(name, cached)
     facts = HeadFacts(name)
     try:
-        raw = json.loads(Path(hf_hub_download(name, "config.json")).read_text())
+        raw: Any = json.loads(Path(hf_hub_download(name, "config.json")).read_text())
         metadata = HfApi().get_safetensors_metadata(name)
     except Exception as error:
         raise InputError(
             f"head: {name!r} is no local folder and could not be had from the Hub ({error.__class__.__name__}: "
             f"{str(error).splitlines()[0]})"
         ) from error
+    facts.problems += not_an_object(raw)
     for file in metadata.files_metadata.values():
         for key, tensor in file.tensors.items():
             facts.tensors[key] = _tensor(tuple(tensor.shape), tensor.dtype)
     _understand(facts, raw, None)
     return facts
+
+
+def not_an_object(raw: Any) -> list[str]:
+    """What is wrong with a parsed config.json as a whole."""
+    return [] if isinstance(raw, dict) else [f"config.json: holds {type(raw).__name__}, expected a JSON object"]
 
 
 def _tensor(shape: tuple[int, ...], dtype: str) -> TensorFacts:
@@ -140,21 +142,16 @@ def _tensor(shape: tuple[int, ...], dtype: str) -> TensorFacts:
 
 
 def _understand(facts: HeadFacts, raw: Any, d2t: torch.Tensor | None) -> None:
-    """Fill in layout, config and problems from the parsed config.json (None: there is none) and the tensors."""
-    if raw is not None and not isinstance(raw, dict):
-        facts.problems.append(f"config.json: holds {type(raw).__name__}, expected a JSON object")
-    elif raw is not None:
-        facts.layout = "speculators" if "speculators_model_type" in raw else "native"
+    """Fill in layout, config and problems from the parsed config.json, if it is an object, and the tensors."""
+    if isinstance(raw, dict):
+        facts.layout = config_layout(raw)
         facts.target_name = named_target(raw)
         wrong = config_problems(raw)
         facts.problems += wrong
-        if not wrong:
-            facts.config = _parsed(raw, facts)
+        facts.config = None if wrong else parse_config(raw)
     names = {module_name(name) for name in facts.tensors}
     if facts.config is None:  # no shapes to expect, but these are needed by any head
-        parallel = isinstance(raw, dict) and (
-            raw.get("parallel_drafting") or raw.get("speculators_model_type") == "peagle"
-        )
+        parallel = isinstance(raw, dict) and is_parallel(raw)
         needed = ("fc.weight", "norm.weight", *(("mask_hidden",) if parallel else ()))
         facts.problems += [f"{name}: missing" for name in needed if names and name not in names]
     else:
@@ -166,11 +163,23 @@ def _understand(facts: HeadFacts, raw: Any, d2t: torch.Tensor | None) -> None:
         if facts.tensors:
             shapes = {name: tensor.shape for name, tensor in facts.tensors.items()}
             facts.problems += tensor_problems(facts.config, shapes)
-        if d2t is not None and facts.config.reduced_vocab and len(d2t) == facts.config.draft_vocab_size:
-            try:
-                check_d2t(d2t, facts.config.vocab_size)
-            except InputError as error:
-                facts.problems.append(str(error))
+        if d2t is not None:
+            facts.problems += d2t_problems(facts.config, d2t)
+
+
+def d2t_problems(config: DrafterConfig, d2t: torch.Tensor) -> list[str]:
+    """What is wrong with a mapping but its shape."""
+    if not config.reduced_vocab:
+        if not d2t.any():
+            return []
+        whole = f"draft_vocab_size is the whole vocabulary ({config.vocab_size}), expected none"
+        return [f"d2t: maps to other ids, but {whole}"]
+    if tuple(d2t.shape) == (config.draft_vocab_size,):
+        try:
+            check_d2t(d2t, config.vocab_size)
+        except InputError as error:
+            return [str(error)]
+    return []
 
 
 def named_target(raw: dict[str, Any]) -> str:
@@ -178,58 +187,9 @@ def named_target(raw: dict[str, Any]) -> str:
     own, spec = raw.get("peagle"), raw.get("speculators_config")
     verifier = spec.get("verifier") if isinstance(spec, dict) else None
     for place, key in ((own, "target"), (verifier, "name_or_path")):
-        if isinstance(place, dict) and place.get(key):
-            return str(place[key])
+        if isinstance(place, dict) and isinstance(name := place.get(key), str) and name:
+            return name
     return ""
-
-
-def _parsed(raw: dict[str, Any], facts: HeadFacts) -> DrafterConfig | None:
-    try:
-        return parse_config(raw)
-    except KeyError as error:
-        facts.problems.append(f"{error.args[0]}: missing")
-    except InputError as error:
-        facts.problems.append(str(error))
-    except (TypeError, AttributeError, IndexError) as error:
-        facts.problems.append(f"config.json: holds a value of the wrong type ({error})")
-    return None
-
-
-def config_problems(raw: dict[str, Any]) -> list[str]:
-    """Keys of `config.json` that are missing or wrong, judged one by one; what depends on several is left to the
-    reader of the config."""
-    problems: list[str] = []
-    kind = raw.get("speculators_model_type")
-    layer: Any = raw
-    if kind is not None:
-        if kind not in ("peagle", "eagle3"):
-            problems.append(f"speculators_model_type: got {kind!r}, expected 'peagle' or 'eagle3'")
-        layer = raw.get("transformer_layer_config")
-        if not isinstance(layer, dict):
-            return [*problems, "transformer_layer_config: missing, expected the drafter layers' config"]
-        parallel, mask = kind == "peagle", raw.get("mask_token_id")
-        mask_key = "mask_token_id"
-    else:
-        architectures = raw.get("architectures") or []
-        if not any(name in READABLE_ARCHITECTURES for name in architectures):
-            problems.append(f"architectures: got {architectures}, expected {[NATIVE_ARCHITECTURE]}")
-        mask = next((raw[key] for key in MASK_TOKEN_KEYS if raw.get(key) is not None), None)
-        parallel, mask_key = bool(raw.get("parallel_drafting")) or mask is not None, "ptd_token_id"
-    for key in LAYER_KEYS:
-        value = layer.get(key)
-        if value is None:
-            problems.append(f"{key}: missing")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(f"{key}: got {value!r}, expected a positive integer")
-    for key, expected in (("model_type", "llama"), ("hidden_act", "silu")):
-        if layer.get(key, expected) != expected:
-            problems.append(f"{key}: got {layer[key]!r}, expected {expected!r}")
-    if parallel and mask is None:
-        problems.append(f"{mask_key}: missing, expected the id of the mask token (a P-EAGLE head cannot run without)")
-    vocab = layer.get("vocab_size")
-    if parallel and isinstance(mask, int) and isinstance(vocab, int) and not 0 <= mask < vocab:
-        problems.append(f"{mask_key}: got {mask}, expected 0 to {vocab - 1}")
-    return problems
 
 
 def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:

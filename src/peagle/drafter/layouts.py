@@ -4,21 +4,20 @@ vLLM loads, and speculators'."""
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any
 
-from peagle.drafter.config import DrafterConfig, Kind
-from peagle.errors import InputError
-
-Layout = Literal["native", "speculators"]
-NATIVE_ARCHITECTURE = "LlamaForCausalLMEagle3"
-# vLLM's other names for the same network
-READABLE_ARCHITECTURES = (
+from peagle.drafter.config import DrafterConfig
+from peagle.drafter.config_keys import (
     NATIVE_ARCHITECTURE,
-    "Eagle3LlamaForCausalLM",
-    "PeagleLlamaForCausalLM",
-    "PEagleDraftModel",
+    Layout,
+    config_layout,
+    is_parallel,
+    layer_of,
+    mask_token,
+    rope_of,
 )
-MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order of preference
+from peagle.drafter.config_problems import config_problems
+from peagle.errors import InputError
 
 
 def module_name(name: str) -> str:
@@ -31,55 +30,24 @@ def module_name(name: str) -> str:
 IGNORED = re.compile(r"t2d$|^verifier_(lm_head|norm)\.|rotary_emb\.inv_freq$|^layers\.[1-9]\d*\.hidden_norm\.")
 
 
-def _rope(layer: dict[str, Any]) -> dict[str, Any]:
-    """RoPE settings from either generation of Llama configs (`rope_parameters`, or `rope_theta` + `rope_scaling`).
-
-    Where a config has both, `rope_scaling` wins, as in Transformers.
-    """
-    rope = dict(layer.get("rope_scaling") or layer.get("rope_parameters") or {})
-    legacy_type = rope.pop("type", "default")
-    rope.setdefault("rope_type", legacy_type)
-    rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
-    return rope
-
-
 def parse_config(raw: dict[str, Any]) -> DrafterConfig:
-    """A head's config from the content of config.json in either layout; a KeyError names a missing key."""
-    kind: Kind
+    """A head's config from the content of config.json in either layout. Raises InputError for the first problem."""
+    for problem in config_problems(raw):
+        raise InputError(problem)
     own = raw.get("peagle") or {}  # what this package notes beside the keys that others read
-    k_train = own.get("k_train")
-    speculators = raw.get("speculators_model_type")
     eagle = raw.get("eagle_config") or {}  # where some native heads keep their settings
-    if speculators is not None:
-        if speculators not in ("peagle", "eagle3"):
-            raise InputError(f"speculators_model_type: got {speculators!r}, expected 'peagle' or 'eagle3'")
-        kind = "p-eagle" if speculators == "peagle" else "eagle3"
-        layer = raw.get("transformer_layer_config")
-        if not isinstance(layer, dict):
-            raise InputError("transformer_layer_config: missing, expected the drafter layers' config")
-        # speculators' own defaults when the key is absent (as vLLM reads them)
-        norm_before_residual = bool(raw.get("norm_before_residual", kind == "eagle3"))
-        mask = raw.get("mask_token_id")
+    layer, parallel = layer_of(raw), is_parallel(raw)
+    k_train, residual = own.get("k_train"), False
+    if config_layout(raw) == "speculators":
+        residual = not parallel  # speculators' own default when the key is absent (as vLLM reads it)
         if "k_train" not in own:
             methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
             k_train = methods[0].get("speculative_tokens")
-    else:
-        architectures = raw.get("architectures") or []
-        if not any(name in READABLE_ARCHITECTURES for name in architectures):
-            raise InputError(f"architectures: got {architectures}, expected {[NATIVE_ARCHITECTURE]}")
-        mask = next((raw[key] for key in MASK_TOKEN_KEYS if raw.get(key) is not None), None)
-        kind = "p-eagle" if raw.get("parallel_drafting") or mask is not None else "eagle3"
-        layer = raw
-        norm_before_residual = bool(raw.get("norm_before_residual", False))
-    if layer.get("model_type", "llama") != "llama":
-        raise InputError(f"model_type: got {layer.get('model_type')!r}, expected 'llama' drafter layers")
-    if layer.get("hidden_act", "silu") != "silu":
-        raise InputError(f"hidden_act: got {layer.get('hidden_act')!r}, expected 'silu'")
     # heads of other makers often name none: `with_aux_layers` settles it once the target is known
     aux = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids") or ()
     hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
     return DrafterConfig(
-        kind=kind,
+        kind="p-eagle" if parallel else "eagle3",
         hidden_size=hidden,
         intermediate_size=layer["intermediate_size"],
         num_hidden_layers=layer["num_hidden_layers"],
@@ -91,15 +59,15 @@ def parse_config(raw: dict[str, Any]) -> DrafterConfig:
         target_hidden_size=raw.get("target_hidden_size") or hidden,
         aux_hidden_state_layer_ids=tuple(aux),
         num_aux_hidden_states=raw.get("num_aux_hidden_states") or layer.get("num_aux_hidden_states") or 0,
-        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-        rope_parameters=_rope(layer),
-        max_position_embeddings=layer.get("max_position_embeddings", 2048),
+        rms_norm_eps=layer.get("rms_norm_eps") or 1e-6,
+        rope_parameters=rope_of(layer),
+        max_position_embeddings=layer.get("max_position_embeddings") or 2048,
         attention_bias=bool(layer.get("attention_bias", False)),
-        norm_before_residual=norm_before_residual,
+        norm_before_residual=bool(raw.get("norm_before_residual", residual)),
         norm_before_fc=bool(eagle.get("norm_before_fc", raw.get("norm_before_fc", False))),
         fc_norm=bool(raw.get("fc_norm", layer.get("fc_norm", False))),
         norm_output=bool(raw.get("norm_output", layer.get("norm_output", False))),
-        mask_token_id=mask,
+        mask_token_id=mask_token(raw)[1],
         k_train=k_train,
         max_train_length=own.get("max_train_length"),
         draft_window=own.get("draft_window"),
@@ -131,11 +99,6 @@ def layer_config(config: DrafterConfig) -> dict[str, Any]:
     if rope.get("rope_type", "default") != "default":
         keys["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
     return keys
-
-
-def config_layout(raw: dict[str, Any]) -> Layout:
-    """The layout of a `config.json`, right or wrong."""
-    return "native" if raw.get("speculators_model_type") is None else "speculators"
 
 
 def config_json(config: DrafterConfig, layout: Layout, target_name: str = "") -> dict[str, Any]:

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from peagle.drafter.layouts import Layout, config_json
+from peagle.drafter.config_keys import Layout
+from peagle.drafter.head_folder import check_heads_config
+from peagle.drafter.layouts import config_json
 from peagle.drafter.model import Drafter
 from peagle.errors import InputError
 from peagle.work_folder import work_folder
@@ -58,10 +60,12 @@ def save_drafter(
 ) -> Path:
     """Write a head's folder, whole or not at all: it is filled beside its place and moved there when complete.
 
-    Files of the folder that are not the head's own (a model card) stay. more: called with the folder that is being
-    filled, to add files to it.
+    Files of the folder that are not the head's own (a model card) stay; one with another model's config.json or weights
+    is refused. more: called with the folder that is being filled, to add files to it. Raises InputError.
     """
     final = Path(path).expanduser()
+    if final.is_dir():
+        check_heads_config(final)
     config = replace(drafter.config, dtype="bfloat16")
     if drafter.d2t is not None and drafter.lm_head is None and not drafter.bound:
         raise InputError("lm_head: a head with a reduced vocabulary and no LM head of its own, expected a bound target")

@@ -125,6 +125,8 @@ def draft_vocabulary(head: HeadFacts) -> dict[str, Any] | None:
     if folder is None or listed is None:
         return None
     coverage = json.loads((folder / FILE).read_text()).get("coverage")
+    if type(coverage) not in (int, float):  # nothing hangs on it
+        coverage = None
     return {"listed": len(listed), "coverage": coverage, "problem": None}
 
 

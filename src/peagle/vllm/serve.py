@@ -20,6 +20,7 @@ from typing import Any
 
 from peagle.config.speculative import SpeculativeConfig, speculative_settings
 from peagle.errors import InputError
+from peagle.vllm.flags import SPECULATIVE, long_name
 from peagle.vllm.versions import MINIMUM, Trait, known_problems, parse_version
 
 # The package's names: vLLM's own, and a build for CPUs.
@@ -76,11 +77,15 @@ def run(
 
 
 def refuse_repeated(extra_args: Sequence[str]) -> None:
-    """Flags that this command writes itself."""
+    """Refuse flags that this command writes itself, among those that go to vLLM as they are."""
     for arg in extra_args:
-        name = arg.split("=", 1)[0].replace("_", "-")
-        if name in ("--speculative-config", "-sc", "--model") or name.startswith("--speculative-config."):
+        name = long_name(arg)
+        if name == "--model":
+            raise InputError(f"{arg}: given beside TARGET, expected the model as TARGET only")
+        if name == SPECULATIVE:
             raise InputError(f"{arg}: given twice, expected it only as an argument of peagle serve")
+        if name.startswith(f"{SPECULATIVE}."):
+            raise InputError(f"{arg}: the head has to be known here, expected {SPECULATIVE} with JSON")
 
 
 def find_vllm() -> Installed | None:
@@ -204,5 +209,5 @@ def build_command(
     if settings is not None:
         folder = Path(settings["model"]).expanduser()
         settings = {**settings, "model": str(folder.resolve()) if folder.is_dir() else settings["model"]}
-        command += ["--speculative-config", json.dumps(settings)]
+        command += [SPECULATIVE, json.dumps(settings)]
     return [*command, *extra_args]
