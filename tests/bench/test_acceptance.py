@@ -31,8 +31,9 @@ def test_rates_by_hand(target):
     assert row.spec.drafts_per_pos == [8, 6, 6]  # two requests
     assert row.spec.accepted_per_pos == [6, 2, 2]
     assert row.spec.acceptance_length == pytest.approx(1 + (3 + 1 + 0 + 1) / 4)
-    assert row.spec.joint_rates == pytest.approx([3 / 4, 1 / 3, 1 / 3])
-    assert row.spec.conditional_rates == pytest.approx([3 / 4, (1 / 3) / (3 / 4), 1])
+    assert row.spec.reached_per_pos == [8, 4, 2]
+    assert row.spec.conditional_rates == pytest.approx([3 / 4, 1 / 2, 1])
+    assert row.spec.joint_rates == pytest.approx([3 / 4, 3 / 8, 3 / 8])
     assert row.num_output_tokens == 2 * (1 + 4 + 2 + 1 + 2)
     assert (row.num_prompts, row.num_turns, row.num_skipped) == (2, 2, 0)
     as_json = row.to_dict()

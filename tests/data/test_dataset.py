@@ -8,7 +8,7 @@ import pytest
 from peagle.data.dataset import AnswerDataset, open_dataset
 from peagle.data.merge import merge_datasets
 from peagle.data.metadata import read_metadata, target_facts
-from peagle.data.shards import Answer, prepare_folder, write_shard
+from peagle.data.shards import Answer, answered_prompts, prepare_folder, write_shard
 from peagle.errors import InputError
 from tests.data.conftest import make_tokenizer
 
@@ -91,6 +91,50 @@ def test_changed_shard_is_named(folder):
     ids = pyarrow.array([[1, 5, 6, 3], [1, 7, 7]], table.schema.field("input_ids").type)
     pyarrow.parquet.write_table(table.set_column(0, table.schema.field(0), ids), path)
     with pytest.raises(InputError, match=r"answers-00000\.parquet: corrupt shard: .* digest"):
+        open_dataset(folder)
+
+
+@pytest.mark.parametrize("key", [b"peagle.digest", b"peagle.digest.facts"])
+def test_a_digest_that_is_no_text_is_a_corrupt_shard(folder, key):
+    path = folder / "answers-00000.parquet"
+    table = pyarrow.parquet.read_table(path)
+    schema = table.schema.with_metadata({**table.schema.metadata, key: b"\xff" * 64})
+    pyarrow.parquet.write_table(table.cast(schema), path)
+    with pytest.raises(InputError, match=r"answers-00000\.parquet: corrupt shard: .* digest"):
+        open_dataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("source", ["a", "a"]),
+        ("temperature", [0.0, 0.7]),
+        ("finish_reason", ["stop", "stop"]),
+        ("prompt_id", ["p0", "p2"]),
+    ],
+)
+def test_a_change_beside_the_tokens_is_found(folder, name, values):
+    path = folder / "answers-00000.parquet"
+    table = pyarrow.parquet.read_table(path)
+    place = table.schema.get_field_index(name)
+    changed = pyarrow.array(values, table.schema.field(name).type)
+    changed = table.set_column(place, table.schema.field(name), changed)
+    pyarrow.parquet.write_table(changed, path)
+    for read in (open_dataset, answered_prompts):
+        with pytest.raises(InputError, match=r"answers-00000\.parquet: corrupt shard: .* digest"):
+            read(folder)
+    first = {b"peagle.digest": table.schema.metadata[b"peagle.digest"]}
+    pyarrow.parquet.write_table(changed.replace_schema_metadata(first), path)
+    assert len(open_dataset(folder)) == 3, "shards of earlier versions have the first digest alone"
+
+
+def test_text_that_is_none_is_a_corrupt_shard(folder):
+    path = folder / "answers-00000.parquet"
+    table = pyarrow.parquet.read_table(path)
+    source = pyarrow.array([b"\xff\xfe", b"b"]).view(pyarrow.string())
+    table = table.set_column(table.schema.get_field_index("source"), "source", source)
+    pyarrow.parquet.write_table(table.replace_schema_metadata(None), path)
+    with pytest.raises(InputError, match=r"answers-00000\.parquet: corrupt shard"):
         open_dataset(folder)
 
 

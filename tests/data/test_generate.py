@@ -1,10 +1,14 @@
 import json
+import os
 import random
 import re
+import signal
 from dataclasses import replace
 
 import pytest
+import typer
 
+from peagle.cli.data_sigterm import ends_on_sigterm
 from peagle.data.answers import AnswerSettings
 from peagle.data.dataset import open_dataset
 from peagle.data.generate import GeneratingTarget, generate
@@ -87,6 +91,51 @@ def test_killed_and_run_again(files, chat, stop_after):
     engine, open_target = target(chat)
     generate(job(files), open_target, lambda _: None)
     assert engine.seen == [], "nothing is left to do"
+
+
+def test_a_run_that_came_to_its_limit_goes_on_with_other_attempts(files, chat):
+    """One attempt in twenty is kept. A rerun that made those of the first run again would find duplicates alone."""
+
+    def reply(prompt, params):
+        if prompt != chat.first_opening():
+            return [*chat.encode(" A story."), END]
+        good = params.seed % 20 == 0
+        return [*chat.encode(f"Describe the ship of captain {params.seed} now." if good else "No"), END]
+
+    made = GeneratingTarget(FakeEngine(reply), chat.tokenizer, "tiny", 300, 400, frozenset([END]), window=8)
+    plain = replace(job(files), prompts=(), self_prompts=(SelfPromptGroup(5),))
+    with pytest.raises(InputError, match="only 4 acceptable prompts in 104 attempts"):
+        generate(plain, lambda: made, lambda _: None)
+    [path] = (files / "answers").glob("self-prompts-*")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row.get("attempts") for row in rows] == [None, None, None, 104]
+    generate(plain, lambda: made, lambda _: None)
+    assert len(open_dataset(files / "answers")) == 5
+
+
+@pytest.mark.parametrize(("what", "request_number"), [("prompts", 9), ("answers", 35)])
+def test_sigterm_writes_what_is_there_and_ends_with_its_status(files, chat, what, request_number):
+    engine, open_target = target(chat)
+    ordinary = engine.reply
+
+    def reply(prompt, params):
+        if len(engine.seen) == request_number:
+            assert (prompt == chat.first_opening()) == (what == "prompts")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ordinary(prompt, params)
+
+    engine.reply = reply
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as ended, ends_on_sigterm():
+        generate(job(files), open_target, lambda _: None)
+    assert ended.value.exit_code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    [prompts] = (files / "answers").glob("self-prompts-*")
+    assert 0 < len(prompts.read_text().splitlines()) <= 10
+    if what == "answers":
+        assert 0 < len(open_dataset(files / "answers")) < 40
+    generate(job(files), target(chat)[1], lambda _: None)
+    assert len(open_dataset(files / "answers")) == 40
 
 
 def test_other_settings_in_the_same_folder_are_said(files, chat):

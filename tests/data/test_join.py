@@ -63,6 +63,16 @@ def test_share_and_seed(folder, tmp_path):
     assert json.loads((tmp_path / "a" / "dataset.json").read_text())["counts"]["examples"] == len(a)
 
 
+def test_how_all_inputs_were_made_stays(folder, tmp_path, tokenizer):
+    other = tmp_path / "other"
+    prepare_folder(other, target_facts("tiny", tokenizer, 300), {"seed": 1})
+    write_shard(other / "answers-00000.parquet", [answer(50, 4)])
+    join_conversations([folder, other], tmp_path / "long", 20)
+    *made, joined = read_metadata(tmp_path / "long")["generation"]
+    assert made == [{"seed": 0}, {"seed": 1}]
+    assert joined["joined"]["tokens"] == 20
+
+
 def test_refusals_leave_nothing(folder, tmp_path):
     for arguments, message in (
         ((1, 1.0), "tokens: got 1, expected at least 2"),

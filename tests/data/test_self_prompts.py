@@ -6,10 +6,12 @@ from peagle.data.chat_format import ChatFormat
 from peagle.data.contamination import ContaminationGuard
 from peagle.data.prompts import make_prompt
 from peagle.data.self_prompts import (
+    Attempts,
     SelfPromptGroup,
     SelfPromptSettings,
     TurnFilter,
     parse_group,
+    stable_seed,
     turn_params,
     write_prompts,
 )
@@ -87,6 +89,36 @@ def test_a_later_run_writes_others(chat):
     known = [p.turns[0] for p in first]
     more = list(write_prompts(engine_of_questions(chat), chat, 10, known=known))
     assert not {p.turns[0] for p in more} & set(known)
+
+
+def test_attempts_go_on_where_they_were(chat):
+    attempts = Attempts()
+    first = list(write_prompts(engine_of_questions(chat), chat, 10, ("Why ", "How "), attempts=attempts))
+    before = attempts.made
+    assert before > 10
+    engine = engine_of_questions(chat)
+    turns = [p.turns[0] for p in first]
+    more = list(write_prompts(engine, chat, 10, ("Why ", "How "), known=turns, attempts=attempts))
+    seeds = {params.seed for _, params in engine.seen}
+    assert not seeds & {stable_seed(0, "self", n, w) for n in range(before) for w in ("Why ", "How ")}
+    assert len({p.prompt_id for p in (*first, *more)}) == 20
+    assert attempts.made == before + len(engine.seen)
+
+
+def test_turns_that_are_known_do_not_use_up_the_attempts(chat):
+    """A rerun without a count of attempts meets all it has kept again before it makes others."""
+    many = [p.turns[0] for p in write_prompts(engine_of_questions(chat, 0.0), chat, 200)]
+    judge = TurnFilter(chat, SelfPromptSettings())
+    engine = engine_of_questions(chat, 0.0)
+    [one] = write_prompts(engine, chat, 1, turn_filter=judge, known=many)
+    assert one.turns[0] not in many
+    assert judge.met_again == 200
+
+
+def test_a_target_that_writes_only_what_is_known_is_given_up(chat):
+    engine = FakeEngine(lambda _prompt, _params: tokens(chat, GOOD))
+    with pytest.raises(InputError, match=r"only 0 acceptable prompts in 73 attempts; .*73 duplicate"):
+        list(write_prompts(engine, chat, 1, known=[GOOD]))
 
 
 def test_a_target_that_cannot_write_user_turns(chat):

@@ -136,11 +136,31 @@ def test_metrics() -> None:
         metrics.add(drafted, accepted)
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (4, 10, 5)
     assert metrics.acceptance_length == 1 + 5 / 4
-    assert metrics.joint_rates == [3 / 4, 1 / 3, 1 / 3]
-    assert metrics.conditional_rates == [3 / 4, (1 / 3) / (3 / 4), 1.0]
+    assert metrics.reached_per_pos == [4, 2, 1]
+    assert metrics.conditional_rates == [3 / 4, 1 / 2, 1.0]
+    assert metrics.joint_rates == [3 / 4, 3 / 8, 3 / 8]
     total.merge(metrics)
     total.merge(metrics)
-    assert (total.num_drafts, total.accepted_per_pos) == (8, [6, 2, 2])
+    assert (total.num_drafts, total.accepted_per_pos, total.reached_per_pos) == (8, [6, 2, 2], [8, 4, 2])
+
+
+def test_rates_stay_within_one_where_short_steps_fail() -> None:
+    metrics = SpecMetrics()
+    for drafted, accepted in ((1, 0), (1, 0), (2, 2), (3, 3)):
+        metrics.add(drafted, accepted)
+    assert metrics.conditional_rates == [1 / 2, 1.0, 1.0]
+    assert metrics.joint_rates == [1 / 2, 1 / 2, 1 / 2]
+
+
+def test_counts_without_the_drafts_that_reached_a_position() -> None:
+    """A server's counters, and results of earlier versions: every draft counts as one that had all positions."""
+    counted = SpecMetrics(4, 12, 5, [3, 1, 1], [4, 4, 4])
+    assert counted.joint_rates == pytest.approx([3 / 4, 1 / 4, 1 / 4])
+    assert counted.conditional_rates == pytest.approx([3 / 4, 1 / 3, 1.0])
+    total = SpecMetrics()
+    total.merge(counted)
+    total.add(3, 3)
+    assert (total.accepted_per_pos, total.reached_per_pos) == ([4, 2, 2], [5, 4, 2])
 
 
 def test_bfloat16_runs(folder: str, heads: dict[str, str]) -> None:

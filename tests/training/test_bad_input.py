@@ -44,6 +44,16 @@ def test_nothing_to_learn_from_is_refused(tmp_path: Path, answers: ListedAnswers
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_does_not_end_over_another_model(tmp_path: Path) -> None:
+    """Its head would go there; said before the training and not behind it."""
+    other = tmp_path / "run" / "head"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(InputError, match="head is not a head's folder"):
+        train_on(config(tmp_path / "run", max_steps=2), tiny_target(), listed_answers(30), say=quiet)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 @pytest.mark.parametrize("chunk_size", [64, 16])
 def test_packs_without_supervision_beside_others(tmp_path: Path, chunk_size: int) -> None:
     """A document whose only answer token cannot be predicted by any depth but the first; many chunks without a row."""
@@ -88,6 +98,9 @@ def test_a_corrupt_shard_of_answers_is_skipped_or_stops(tmp_path: Path, target_f
     }  # fmt: skip
     with pytest.raises(InputError, match=r"answers-00001.parquet: corrupt shard.*\(--on-corrupt skip\)"):
         train(config(tmp_path / "stop", **settings), say=quiet)
+    with pytest.raises(InputError, match=r"corrupt shard.*make it anew and then the hidden states") as caught:
+        train(config(tmp_path / "stop", hidden_states=str(tmp_path / "states"), **settings), say=quiet)
+    assert "--on-corrupt" not in str(caught.value), "states of all documents do not fit the others"
     said: list[str] = []
     result = train(config(tmp_path / "skip", on_corrupt="skip", **settings), say=said.append)
     assert result is not None

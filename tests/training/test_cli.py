@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,6 @@ def test_flags_reach_the_config(called: dict[str, Any], tmp_path: Path) -> None:
 
 def test_every_setting_has_a_flag() -> None:
     import inspect
-    from dataclasses import fields
 
     flags = set(inspect.signature(train).parameters) - {"config", "dry_run"}
     assert {f.name for f in fields(TrainConfig)} - flags == {"beta1", "beta2"}
@@ -90,6 +91,47 @@ def test_a_file_may_serve_both_kinds(called: dict[str, Any], tmp_path: Path) -> 
 def test_values_of_another_type_are_refused(called: dict[str, Any], tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(line + "\n")
+    error = invoke("model", "data", "-o", "run", "--config", str(file)).exception
+    assert isinstance(error, InputError)
+    assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    "name", [f.name for f in fields(TrainConfig) if "None" not in str(f.type) and f.name not in ("target", "output")]
+)
+def test_null_is_refused_where_none_means_nothing(called: dict[str, Any], tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(f'{{"{name}": null, "output": "run"}}')
+    arguments = ("model",) if name == "data" else ("model", "data")
+    error = invoke(*arguments, "--config", str(file)).exception
+    assert isinstance(error, InputError)
+    assert f"{name}: got None, expected " in str(error)
+    assert "config" not in called
+
+
+def test_null_is_none_where_that_is_the_default(called: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    names = [f.name for f in fields(TrainConfig) if "None" in str(f.type)]
+    file.write_text(json.dumps(dict.fromkeys(names)))
+    result = invoke("model", "data", "-o", "run", "--config", str(file))
+    assert result.exit_code == 0, result.output
+    assert {getattr(called["config"], name) for name in names} == {None}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"hidden_states": ""}', "hidden_states: got '', expected a folder or none"),
+        ('{"init": ""}', "init: missing"),
+        ('{"weight_decay": Infinity}', "weight_decay: got inf, expected 0 to inf"),
+        ('{"state_cache_gib": NaN}', "state_cache_gib: got nan"),
+    ],
+)
+def test_values_that_say_nothing_are_refused(
+    called: dict[str, Any], tmp_path: Path, content: str, message: str
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(content)
     error = invoke("model", "data", "-o", "run", "--config", str(file)).exception
     assert isinstance(error, InputError)
     assert message in str(error)

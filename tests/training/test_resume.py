@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +143,27 @@ def test_resume_refuses_other_settings_and_other_data(tmp_path: Path) -> None:
     result = train_on(config(tmp_path, max_steps=3), target, answers, say=quiet)  # a limit may change
     assert result is not None
     assert result.steps == 3
+
+
+def test_chunks_and_slices_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+    target, answers = tiny_target(), listed_answers(40)
+    train_on(config(tmp_path / "run", max_steps=3), target, answers, say=quiet)
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    said: list[str] = []
+    train_on(config(tmp_path / "same", max_steps=6), target, answers, say=said.append)
+    assert not any("rounded differently" in line for line in said)
+    train_on(config(tmp_path / "run", max_steps=6, chunk_size=16, loss_rows=32), target, answers, say=said.append)
+    [line] = [line for line in said if "rounded differently" in line]
+    assert "chunk_size" in line
+    assert "-> 16" in line
+    assert "loss_rows" in line
+    assert "-> 32" in line
+    losses = [[m["loss"] for m in metrics(tmp_path / name) if "loss" in m] for name in ("same", "run")]
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    said.clear()
+    train_on(config(tmp_path / "run", max_steps=7), target, answers, say=said.append)
+    assert not any("rounded differently" in line for line in said), "auto keeps them"
 
 
 def test_another_fine_tune_of_the_target_is_refused(tmp_path: Path) -> None:

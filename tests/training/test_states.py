@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ from peagle.training.state_cache import Placed
 from peagle.training.states import StoredStates
 from peagle.training.trainer import train, train_on
 from peagle.training.write_states import plan_states, target_encoder, write_states
+from peagle.work_folder import temporary_name
 from tests.conftest import VOCAB
 
 from .helpers import HIDDEN, listed_answers, tiny_target
@@ -181,7 +184,10 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             train_on(settings, target, answers or listed_answers(40), say=quiet)
 
     refused("made with the target tiny", target=bf16_target(seed=3))
-    refused("made of data listed, this is other", answers=replace(listed_answers(40), fingerprint="other"))
+    others = replace(listed_answers(40), fingerprint="other")
+    refused("made of data listed, this is other", answers=others)
+    others.corrupt = [Path("a/answers-00001.parquet")]  # as `SoundAnswers` has it
+    refused("this is other, without its corrupt shards a/answers-00001.parquet", answers=others)
     refused(r"auxiliary layers 1, 2, 3, the head reads 0, 2, 3", aux_layer_ids=(0, 2, 3))
     refused("cut at 30 tokens, up to 39 are wanted")
     refused(r"no states\.json", hidden_states=str(tmp_path))
@@ -218,6 +224,32 @@ def test_other_states_and_full_disks_are_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(InputError, match=r"its disk has 0\.00 GiB free"):
         write(tmp_path / "new", target)
     assert not (tmp_path / "new").exists()
+
+
+def test_what_a_killed_run_left_is_gone_before_the_disk_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = bf16_target()
+    write(tmp_path, target)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr("os.getpid", lambda: dead.pid)
+        left = temporary_name(tmp_path / "states-00001.safetensors")
+    left.write_bytes(b"half")
+    file = tmp_path / "states-00001.safetensors"
+    file.unlink()
+    seen: list[bool] = []
+    real = shutil.disk_usage
+
+    def looked(place: Any) -> Any:
+        seen.append(left.exists())
+        return real(place)
+
+    monkeypatch.setattr(shutil, "disk_usage", looked)
+    write(tmp_path, target)
+    assert seen == [False]
+    assert file.exists()
 
 
 def test_reading_takes_the_documents_of_a_pack(tmp_path: Path) -> None:

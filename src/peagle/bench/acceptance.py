@@ -3,10 +3,12 @@
 Definitions, over all verification steps that had at least one draft token:
 
 - acceptance length AL = 1 + accepted draft tokens / steps; the bonus token that the target adds each step is included;
-- joint rate at position i = steps in which the first i drafts were all accepted / steps that drafted at least i;
-- conditional rate at position i = joint rate at i / joint rate at i - 1 (the joint rate at position 0 is 1).
+- conditional rate at position i = steps in which the first i drafts were all accepted / steps that drafted at least i
+  and in which the first i - 1 were accepted;
+- joint rate at position i = product of the conditional rates up to i: how often the first i drafts are all accepted.
 
 Near a request's length limit a step drafts less than K; such a step counts only for the positions that it drafted.
+Where every step drafts K, the joint rate is the share of steps whose first i drafts were all accepted.
 """
 
 from __future__ import annotations

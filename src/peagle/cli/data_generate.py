@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from peagle.cli.data_sigterm import ends_on_sigterm
 from peagle.cli.json_flag import json_object
 from peagle.errors import InputError
 
@@ -129,9 +130,9 @@ def generate(
 ) -> None:
     """Write prompts' answers by TARGET into a folder of Parquet shards.
 
-    Token ids are kept exactly as generated, with a mask of which of them are answers. A stopped run goes on where it
-    was when the same command is given again. Several processes (--shard) may fill one folder. With --endpoint a server
-    answers, and what it refuses is listed in refused.jsonl.
+    Token ids are kept exactly as generated, with a mask of which of them are answers. A run that is stopped (Ctrl-C,
+    SIGTERM) writes what it has, and goes on where it was when the same command is given again. Several processes
+    (--shard) may fill one folder. With --endpoint a server answers, and what it refuses is listed in refused.jsonl.
 
     Example: peagle data generate HuggingFaceTB/SmolLM2-135M-Instruct -o answers --prompts gsm8k.jsonl:limit=2000
     --self-prompts 10000 --exclude mt_bench.jsonl --temperature 0 --temperature 0.8
@@ -222,7 +223,8 @@ def generate(
         )
 
     if endpoint is None:
-        run(job, open_target, typer.echo)
+        with ends_on_sigterm():
+            run(job, open_target, typer.echo)
         return
     try:
         from peagle.data.endpoint_retries import EndpointSettings
@@ -237,7 +239,7 @@ def generate(
         **{key: value for key, value in given_settings.items() if value is not None},  # type: ignore[arg-type]
     )
 
-    with ExitStack() as stack:
+    with ends_on_sigterm(), ExitStack() as stack:
 
         def ask_endpoint() -> GeneratingTarget:
             generating, engine = open_endpoint(job, target, settings, concurrency or 64, max_model_len, typer.echo)

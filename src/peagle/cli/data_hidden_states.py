@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from peagle.cli.data_sigterm import ends_on_sigterm
 from peagle.cli.json_flag import json_object
 from peagle.errors import InputError
 
@@ -74,7 +75,7 @@ def hidden_states(
         answers.check_target(loaded.tokenizer, loaded.vocab_size)
     shard_bytes = int(shard_gib * 2**30)
     plan = plan_states(loaded, answers, stored, parse_layer_ids(aux_layer_ids), max_length, shard_bytes, computed_in)  # type: ignore[arg-type]
-    with ExitStack() as stack:
+    with ends_on_sigterm(), ExitStack() as stack:
 
         def encoder() -> Encode:
             if by_vllm:

@@ -104,9 +104,10 @@ def evaluate(
 ) -> None:
     """Acceptance length and rates of heads on prompts, greedy or sampled, without a server.
 
-    AL is the acceptance length: 1 + accepted drafts / verification steps, the target's own token included. The joint
-    rate at position i is the share of steps (of those that drafted at least i) whose first i drafts were all accepted;
-    the conditional rate is joint(i) / joint(i-1).
+    AL is the acceptance length: 1 + accepted drafts / verification steps, the target's own token included. The
+    conditional rate at position i is the share of accepted drafts there, of the steps that drafted so far and had all
+    drafts before it accepted; the joint rate is the product of the conditional rates up to i. Where every step drafts K
+    it is the share of steps whose first i drafts were all accepted; steps near an answer's length limit draft less.
     """
     ks = parse_ks(k)
     specs = [prompt_spec(text) for text in prompts]

@@ -99,13 +99,14 @@ class TrainConfig:
     activation_checkpointing: bool = False  # compute the head's layers again in the backward instead of keeping them
     state_cache_gib: float = 0.0  # device memory for target states kept from one epoch to the next
 
-    # fields that a resumed run may change: they decide when it ends and how it runs, not what it computes
+    # fields that a resumed run may change: they decide when it ends and how it runs, not what it computes (chunks and
+    # slices of another size round their sums differently)
     FREE: ClassVar[frozenset[str]] = frozenset(
         (
             *("output", "resume", "max_steps", "epochs", "max_samples", "max_minutes"),
             *("validate_every", "log_every", "save_every", "save_minutes", "keep_checkpoints", "tensorboard"),
             *("device", "attention", "compile", "loss_kernel", "state_cache_gib", "on_corrupt", "parallel"),
-            *("activation_checkpointing", "target_device_map"),
+            *("activation_checkpointing", "target_device_map", "chunk_size", "loss_rows"),
         )
     )
 
@@ -118,6 +119,8 @@ class TrainConfig:
         for name in ("target", "output", "init"):
             if not getattr(self, name):
                 raise InputError(f"{name}: missing, expected a path or name")
+        if self.hidden_states == "":
+            raise InputError("hidden_states: got '', expected a folder or none")
         if not self.data or not all(self.data):
             raise InputError("data: missing, expected at least one folder of answers")
         choices: dict[str, tuple[str, ...]] = {
@@ -183,12 +186,20 @@ class TrainConfig:
             raise InputError(f"unreached_weight: got {self.unreached_weight}, expected 1 with train_lm_head")
 
     def _check_types(self) -> None:
-        """Of texts, switches and lists, which a file may give as something else; numbers are checked by their range."""
-        expected = {"bool": (bool, "true or false"), "str": (str, "a text"), "str | None": (str, "a text or none")}
+        """Of texts, switches and lists, which a file may give as something else, and of null. Numbers have ranges."""
+        expected: dict[str, tuple[type, str]] = {
+            "bool": (bool, "true or false"),
+            "str": (str, "a text"),
+            "str | None": (str, "a text or none"),
+            "int": (object, "a whole number"),
+            "int | Literal['auto']": (object, "a whole number or auto"),
+            "float": (object, "a number"),
+        }
         for field in fields(self):
             kind, what = expected.get(str(field.type), (object, ""))
             value = getattr(self, field.name)
-            if not isinstance(value, kind) and not (value is None and field.type == "str | None"):
+            missing = value is None and what and not what.endswith("or none")
+            if missing or not isinstance(value, kind | None):
                 raise InputError(f"{field.name}: got {value!r}, expected {what}")
         if not isinstance(self.data, list | tuple) or not all(isinstance(item, str) for item in self.data):
             raise InputError(f"data: got {self.data!r}, expected a folder of answers or a list of folders")
@@ -260,7 +271,7 @@ class TrainConfig:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def read_settings(file: Path) -> dict[str, Any]:

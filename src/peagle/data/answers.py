@@ -129,8 +129,8 @@ def write_answers(
     window: int = 2048,
     refusals: RefusalFile | None = None,
 ) -> AnswerReport:
-    """Answer prompts and write rows as conversations finish; on Ctrl-C, or when a server that is the engine goes down,
-    what is complete is written first.
+    """Answer prompts and write rows as conversations finish; on an interrupt, or when a server that is the engine goes
+    down, what is complete is written first.
 
     Args:
         max_model_len: longest sequence of the target; a prompt with no room left is skipped and counted.

@@ -6,6 +6,7 @@ size, fingerprints of tokenizer and chat template, and how the answers were made
 """
 
 import hashlib
+import json
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,9 @@ from peagle.data.metadata import (
 from peagle.errors import InputError
 
 SHARD_GLOB = "answers-*.parquet"
-DIGEST_KEY = b"peagle.digest"
+DIGEST_KEY = b"peagle.digest"  # of the tokens and the mask
+FACTS_DIGEST_KEY = b"peagle.digest.facts"  # of the other columns; earlier versions wrote none
+FACTS = ["source", "temperature", "finish_reason", "prompt_id"]
 SCHEMA = pyarrow.schema(
     [
         ("input_ids", pyarrow.list_(pyarrow.int32())),
@@ -90,7 +93,7 @@ class AnswerDataset:
             lengths.append(np.diff(shard.offsets))
             sums = np.concatenate([[0], np.cumsum(shard.answer_mask)])
             answered.append(sums[shard.offsets[1:]] - sums[shard.offsets[:-1]])
-            table = read_shard(path, ["source", "prompt_id", "finish_reason", "temperature"])
+            table = read_facts(path)
             self.sources += table["source"].to_pylist()
             self.prompt_ids += table["prompt_id"].to_pylist()
             self.finish_reasons += table["finish_reason"].to_pylist()
@@ -190,6 +193,25 @@ def content_digest(input_ids: np.ndarray, answer_mask: np.ndarray, offsets: np.n
     return digest.hexdigest()
 
 
+def facts_digest(table: pyarrow.Table) -> str:
+    """Hash of a shard's columns beside the tokens."""
+    columns = [table[name].to_pylist() for name in FACTS]
+    return hashlib.sha256(json.dumps(columns).encode()).hexdigest()
+
+
+def read_facts(path: Path) -> pyarrow.Table:
+    """A shard's columns beside the tokens, as they were written.
+
+    Raises:
+        InputError: the file is corrupt, or not such a shard; it is named.
+    """
+    table = read_shard(path, FACTS)
+    written = (table.schema.metadata or {}).get(FACTS_DIGEST_KEY)
+    if written is not None and written != facts_digest(table).encode():
+        raise InputError(f"{path}: corrupt shard: its {', '.join(FACTS)} do not match the digest written with them")
+    return table
+
+
 def read_shard(path: Path, columns: list[str] | None = None) -> pyarrow.Table:
     """A shard's table, with the columns of SCHEMA.
 
@@ -198,10 +220,12 @@ def read_shard(path: Path, columns: list[str] | None = None) -> pyarrow.Table:
     """
     try:
         table = pyarrow.parquet.ParquetFile(path).read(columns)
-    except (pyarrow.ArrowException, OSError) as error:
+        table.validate(full=True)  # texts that are none, offsets that lead nowhere
+        names = table.column_names
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: corrupt shard, delete it and run `peagle data generate` again: {error}") from error
     for name in columns or SCHEMA.names:
-        if name not in table.column_names or not _same_type(table.schema.field(name).type, SCHEMA.field(name).type):
+        if name not in names or not _same_type(table.schema.field(name).type, SCHEMA.field(name).type):
             raise InputError(f"{path}: column {name!r} is missing or not {SCHEMA.field(name).type}")
     return table
 
@@ -224,7 +248,7 @@ def _decode(path: Path, vocab_size: int) -> _Shard:
         np.asarray(ids.flatten(), np.int32), mask.flatten().to_numpy(zero_copy_only=False).astype(np.bool_), offsets
     )
     written = (table.schema.metadata or {}).get(DIGEST_KEY)
-    if written is not None and written.decode() != content_digest(shard.input_ids, shard.answer_mask, offsets):
+    if written is not None and written != content_digest(shard.input_ids, shard.answer_mask, offsets).encode():
         raise InputError(f"{path}: corrupt shard: its contents do not match the digest written with them")
     if shard.input_ids.size and not 0 <= shard.input_ids.min() <= shard.input_ids.max() < vocab_size:
         raise InputError(f"{path}: token ids outside the vocabulary of {vocab_size}")

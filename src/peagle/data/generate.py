@@ -1,9 +1,8 @@
 """The whole of `peagle data generate`: prompts read and written, evaluation prompts kept out, answers into a folder."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from peagle.data.answers import TOO_LONG, AnswerReport, write_answers
@@ -12,11 +11,11 @@ from peagle.data.contamination import ContaminationGuard, DropReport
 from peagle.data.job import GenerateJob, check_job, file_name, group_turns, in_part
 from peagle.data.metadata import target_facts
 from peagle.data.prompts import Prompt, load_prompts
-from peagle.data.records import read_records
 from peagle.data.refusals import RefusalFile
 from peagle.data.request_queue import EngineLike
+from peagle.data.self_prompt_file import SelfPromptFile
 from peagle.data.self_prompts import SelfPromptGroup, TurnFilter, stable_seed, write_prompts
-from peagle.data.shards import ShardWriter, answered_prompts, prepare_folder, replacing, write_counts
+from peagle.data.shards import ShardWriter, answered_prompts, prepare_folder, write_counts
 from peagle.errors import InputError
 
 
@@ -119,38 +118,29 @@ def _self_written(
     part, parts = job.part
     count = group.count * part // parts - group.count * (part - 1) // parts
     path = job.output / f"self-prompts-{file_name(group.name)}-{part}of{parts}.jsonl"
-    turns: list[str] = []
-    if path.exists():
-        turns = [str(row["prompt"]) for _place, row in read_records(path)]
-        say(f"{path}: {len(turns)} self-written prompts kept from an earlier run")
-    turn_filter.remember(turns)
-    if len(turns) < count:
+    written = SelfPromptFile(path, group.name)
+    if written.turns:
+        say(f"{path}: {len(written.turns)} self-written prompts kept from an earlier run")
+    turn_filter.remember(written.turns)
+    if len(written.turns) < count:
         settings = replace(group_turns(job, group), seed=stable_seed(job.turns.seed, part, parts))
         fresh = write_prompts(
             target.engine,
             chat,
-            count - len(turns),
+            count - len(written.turns),
             group.openings,
             settings,
             turn_filter,
             window=target.window,
             source=group.name,
+            attempts=written.attempts,
         )
         try:
-            for number, prompt in enumerate(fresh, start=1):
-                turns.append(prompt.turns[0])
-                if number % 1000 == 0:
-                    _save_turns(path, turns, group.name)
+            for prompt in fresh:
+                written.add(prompt.turns[0])
         finally:
-            if turns:
-                _save_turns(path, turns, group.name)
+            written.save()
     return _clean(load_prompts([f"{path}:name={group.name}:limit={count}"]), guard, lambda _line: None) if count else []
-
-
-def _save_turns(path: Path, turns: Sequence[str], name: str) -> None:
-    with replacing(path) as temporary:
-        lines = (json.dumps({"prompt": turn, "source": name}, ensure_ascii=False) + "\n" for turn in turns)
-        temporary.write_text("".join(lines), encoding="utf-8")
 
 
 def _described(job: GenerateJob) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peagle.data.dataset import AnswerDataset, open_dataset
+from peagle.data.metadata import read_metadata
 from peagle.data.shards import Answer, ShardWriter, new_folder, write_counts, write_metadata
 from peagle.errors import InputError
 
@@ -35,9 +36,10 @@ def join_conversations(
         raise InputError(f"tokens: got {tokens}, expected at least 2")
     dataset = open_dataset(list(inputs))
     how = {"joined": {"tokens": tokens, "share": share, "seed": seed}}
+    generation = [run for folder in inputs for run in read_metadata(folder).get("generation", [])]
     with new_folder(output) as work:
         counts = _write_joined(dataset, work, tokens, share, seed, rows)
-        write_metadata(work, {**dataset.metadata, "generation": [*dataset.metadata.get("generation", []), how]})
+        write_metadata(work, {**dataset.metadata, "generation": [*generation, how]})
         write_counts(work)
     return counts
 

@@ -5,7 +5,6 @@ set at all. Opening words ("Write a", "def") steer what they are about. What is 
 """
 
 import hashlib
-import itertools
 import re
 import zlib
 from collections import Counter
@@ -110,14 +109,26 @@ class SelfPromptReport:
         return f"self-written turns: {self.kept} kept of {self.written}" + (f" ({reasons})" if reasons else "")
 
 
+@dataclass
+class Attempts:
+    """How many turns of a group were begun, over all runs; it is the next one's seed, so that none is made twice."""
+
+    made: int = 0
+
+
 class TurnFilter:
-    """Decides whether what the target wrote in a user's place is a user turn worth answering."""
+    """Decides whether what the target wrote in a user's place is a user turn worth answering.
+
+    `met_again` counts the remembered turns that were written once more.
+    """
 
     def __init__(self, chat: ChatFormat, settings: SelfPromptSettings, guard: ContaminationGuard | None = None):
         self._chat = chat
         self._settings = settings
         self._guard = guard
         self._seen: set[str] = set()
+        self._remembered: set[str] = set()
+        self.met_again = 0
         self.report = SelfPromptReport()
         self.contaminated = DropReport()
 
@@ -137,10 +148,11 @@ class TurnFilter:
         self.report.kept += 1
         return text
 
-    def remember(self, turns: Iterable[str]) -> int:
-        """Refuse these turns as duplicates from now on; how many turns are known by now."""
-        self._seen.update(" ".join(normalise(turn)) for turn in turns)
-        return len(self._seen)
+    def remember(self, turns: Iterable[str]) -> None:
+        """Refuse these turns as duplicates from now on."""
+        keys = {" ".join(normalise(turn)) for turn in turns}
+        self._seen |= keys
+        self._remembered |= keys
 
     def _judge(self, token_ids: list[int], finish_reason: str, opening: str, once: bool) -> tuple[str, str | None]:
         chat, settings = self._chat, self._settings
@@ -166,6 +178,8 @@ class TurnFilter:
             return text, "not text"
         key = " ".join(words)
         if once and key in self._seen:
+            self.met_again += key in self._remembered
+            self._remembered.discard(key)  # each once: a target that writes nothing else is given up in the end
             return text, "duplicate"
         match = self._guard.match(text) if self._guard is not None else None
         if match is not None:
@@ -220,6 +234,7 @@ def write_prompts(
     window: int = 2048,
     source: str = SOURCE,
     max_attempts_each: int = 8,
+    attempts: Attempts | None = None,
 ) -> Iterator[Prompt]:
     """Yield `count` self-written first turns as they are finished.
 
@@ -227,26 +242,29 @@ def write_prompts(
         openings: words to begin with, used in turn ("" for none).
         known: turns written earlier; they are not yielded again.
         window: requests kept in the engine.
-        max_attempts_each: attempts per wanted prompt before giving up.
+        max_attempts_each: attempts per wanted prompt before giving up; a known turn's first return is not counted.
+        attempts: those of earlier runs, counted on here.
 
     Raises:
         InputError: the target writes too few acceptable turns; says what was wrong with them.
     """
     turn_filter = turn_filter or TurnFilter(chat, settings)
-    offset = turn_filter.remember(known)
+    turn_filter.remember(known)
+    attempts = attempts or Attempts()
+    words = tuple(openings)
     queue: RequestQueue[str] = RequestQueue(engine, window)
-    cycle = itertools.cycle(openings)
-    attempts = kept = 0
+    before, met_before, kept = attempts.made, turn_filter.met_again, 0
     bar = tqdm(total=count, desc="prompts", unit="prompt", dynamic_ncols=True)
     while kept < count:
         # No more than are likely to be needed: what runs past the wanted number is thrown away.
         share = max(turn_filter.report.kept / max(turn_filter.report.written, 1), 0.25)
         wanted = (count - kept) / share
-        while queue.has_room and len(queue) < wanted and attempts < count * max_attempts_each + 64:
-            opening = next(cycle)
-            seed = stable_seed(settings.seed, source, offset + attempts, opening)
+        limit = before + turn_filter.met_again - met_before + count * max_attempts_each + 64
+        while queue.has_room and len(queue) < wanted and attempts.made < limit:
+            opening = words[attempts.made % len(words)]
+            seed = stable_seed(settings.seed, source, attempts.made, opening)
             queue.submit(opening, chat.first_opening(opening), turn_params(chat, settings, seed))
-            attempts += 1
+            attempts.made += 1
         if not len(queue):
             break
         for done in queue.step():
@@ -260,7 +278,7 @@ def write_prompts(
     queue.abort_all()
     if kept < count:
         raise InputError(
-            f"--self-prompts {count}: only {kept} acceptable prompts in {attempts} attempts; "
+            f"--self-prompts {count}: only {kept} acceptable prompts in {attempts.made - before} attempts; "
             f"{turn_filter.report.line()}"
         )
 

@@ -15,10 +15,18 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from peagle.data.dataset import DIGEST_KEY, SCHEMA, content_digest, read_shard, shard_files
+from peagle.data.dataset import (
+    DIGEST_KEY,
+    FACTS_DIGEST_KEY,
+    SCHEMA,
+    content_digest,
+    facts_digest,
+    read_facts,
+    shard_files,
+)
 from peagle.data.metadata import FORMAT_VERSION, METADATA_FILE, check_same_target, read_metadata
 from peagle.errors import InputError
-from peagle.work_folder import work_folder
+from peagle.work_folder import remove_stale, temporary_name, work_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class ShardWriter:
         self.rows = rows
         self.seconds = seconds
         self._pending: list[Answer] = []
+        self._next: Path | None = None
         self._written_at = time.monotonic()
 
     def add(self, answer: Answer) -> None:
@@ -55,10 +64,13 @@ class ShardWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending as one shard; nothing if nothing is."""
+        """Write what is pending as one shard; nothing if nothing is. After an interrupt the next call writes the same
+        shard again, so that no row is in two."""
         if self._pending:
-            write_shard(self._free_name(), self._pending)
+            self._next = self._next or self._free_name()
+            write_shard(self._next, self._pending)
             self._pending = []
+        self._next = None
         self._written_at = time.monotonic()
 
     def _free_name(self) -> Path:
@@ -78,7 +90,8 @@ def write_shard(path: Path, answers: list[Answer]) -> None:
     offsets = np.concatenate([[0], np.cumsum([len(answer.input_ids) for answer in answers])])
     ids = np.concatenate([np.asarray(answer.input_ids, np.int32) for answer in answers])
     mask = np.concatenate([np.asarray(answer.answer_mask, np.bool_) for answer in answers])
-    table = table.replace_schema_metadata({DIGEST_KEY: content_digest(ids, mask, offsets).encode()})
+    digests = {DIGEST_KEY: content_digest(ids, mask, offsets), FACTS_DIGEST_KEY: facts_digest(table)}
+    table = table.replace_schema_metadata({key: digest.encode() for key, digest in digests.items()})
     with replacing(path) as temporary:
         pyarrow.parquet.write_table(table, temporary, compression="zstd")
 
@@ -90,7 +103,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         InputError: for an operating-system error in the block, such as a full disk.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     try:
         yield temporary
         with open(temporary, "rb") as file:
@@ -136,14 +149,15 @@ def answered_prompts(folder: Path) -> dict[str, set[float]]:
     """
     done: dict[str, set[float]] = defaultdict(set)
     for path in shard_files(folder):
-        table = read_shard(path, ["prompt_id", "temperature"])
+        table = read_facts(path)
         for key, temperature in zip(table["prompt_id"].to_pylist(), table["temperature"].to_numpy(), strict=True):
             done[key].add(round(float(temperature), 4))
     return done
 
 
 def prepare_folder(folder: Path, target: dict[str, Any], generation: dict[str, Any]) -> list[dict[str, Any]]:
-    """Create the folder and `dataset.json`, or add `generation` to an existing one of the same target.
+    """Create the folder and `dataset.json`, or add `generation` to an existing one of the same target. What a killed
+    process was writing there is taken away.
 
     Returns the generations that were there before.
 
@@ -154,6 +168,7 @@ def prepare_folder(folder: Path, target: dict[str, Any], generation: dict[str, A
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: cannot be created: {error}") from error
+    remove_stale(folder)
     with _locked(folder):
         metadata: dict[str, Any] = {"format_version": FORMAT_VERSION, "target": target, "generation": []}
         if (folder / METADATA_FILE).exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass, field
 
 
@@ -17,7 +19,9 @@ class SpecMetrics:
     """What became of the drafts. One "draft" is one verification step with at least one draft token.
 
     accepted_per_pos[i] counts drafts whose first i+1 tokens were all accepted, drafts_per_pos[i] those that had so many
-    (a request near its length limit drafts less). synthetic: drafts were accepted by chance, for a benchmark.
+    (a request near its length limit drafts less), reached_per_pos[i] those that had so many and whose first i were all
+    accepted. Without reached_per_pos (a server's counters) every draft counts as one that had all tokens. synthetic:
+    drafts were accepted by chance, for a benchmark.
     """
 
     num_drafts: int = 0
@@ -26,6 +30,7 @@ class SpecMetrics:
     accepted_per_pos: list[int] = field(default_factory=list)
     drafts_per_pos: list[int] = field(default_factory=list)
     synthetic: bool = False
+    reached_per_pos: list[int] = field(default_factory=list)
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count one verification step."""
@@ -34,13 +39,13 @@ class SpecMetrics:
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        if (missing := drafted - len(self.drafts_per_pos)) > 0:
-            self.drafts_per_pos.extend([0] * missing)
-            self.accepted_per_pos.extend([0] * missing)
+        self._deepen(drafted)
         for i in range(drafted):
             self.drafts_per_pos[i] += 1
         for i in range(accepted):
             self.accepted_per_pos[i] += 1
+        for i in range(min(accepted + 1, drafted)):
+            self.reached_per_pos[i] += 1
 
     def merge(self, other: SpecMetrics) -> None:
         """Add another request's counts."""
@@ -48,12 +53,21 @@ class SpecMetrics:
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
-        if (missing := len(other.drafts_per_pos) - len(self.drafts_per_pos)) > 0:
-            self.drafts_per_pos.extend([0] * missing)
-            self.accepted_per_pos.extend([0] * missing)
-        for i, (drafts, accepted) in enumerate(zip(other.drafts_per_pos, other.accepted_per_pos, strict=True)):
+        self._deepen(len(other.drafts_per_pos))
+        counts = zip(other.drafts_per_pos, other.accepted_per_pos, other._reached(), strict=True)
+        for i, (drafts, accepted, reached) in enumerate(counts):
             self.drafts_per_pos[i] += drafts
             self.accepted_per_pos[i] += accepted
+            self.reached_per_pos[i] += reached
+
+    def _deepen(self, depth: int) -> None:
+        """Make room for so many positions."""
+        self.reached_per_pos = self._reached()
+        for counts in (self.drafts_per_pos, self.accepted_per_pos, self.reached_per_pos):
+            counts.extend([0] * (depth - len(counts)))
+
+    def _reached(self) -> list[int]:
+        return self.reached_per_pos or [*self.drafts_per_pos[:1], *self.accepted_per_pos[:-1]]
 
     @property
     def acceptance_length(self) -> float:
@@ -61,15 +75,15 @@ class SpecMetrics:
         return 1.0 + _divide(self.num_accepted_tokens, self.num_drafts)
 
     @property
-    def joint_rates(self) -> list[float]:
-        """Per position: how often it and all positions before it were accepted."""
-        return [_divide(a, d) for a, d in zip(self.accepted_per_pos, self.drafts_per_pos, strict=True)]
+    def conditional_rates(self) -> list[float]:
+        """Per position: how often it was accepted where it was drafted and those before it were accepted."""
+        return [_divide(a, r) for a, r in zip(self.accepted_per_pos, self._reached(), strict=True)]
 
     @property
-    def conditional_rates(self) -> list[float]:
-        """Per position: how often it was accepted once those before it were."""
-        joint = self.joint_rates
-        return [_divide(now, before) for now, before in zip(joint, [1.0, *joint], strict=False)]
+    def joint_rates(self) -> list[float]:
+        """Per position: how often it and all positions before it are accepted, as the product of the conditional rates,
+        so that it never rises. Where every step drafted all of them that is accepted_per_pos / num_drafts."""
+        return list(itertools.accumulate(self.conditional_rates, operator.mul))
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +64,7 @@ def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable
             aux_layer_ids=head.aux_hidden_state_layer_ids,
             documents=scan.documents,
             lengths=scan.lengths,
+            left_out=getattr(answers, "corrupt", ()),
         )
         say(f"target states: {sources.states} from {config.hidden_states}")
     if head.mask_token_id is not None:
@@ -79,6 +80,9 @@ def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable
     if saved is not None:
         restore(saved, weights, state, world)
         say(f"resumed at step {state.step}")
+        now = asdict(plan.sizes)
+        if resized := [f"{name} {size} -> {now[name]}" for name, size in sizes.items() if now.get(name, size) != size]:
+            say(f"{', '.join(resized)}: the same gradients, their sums rounded differently from here on")
     weights.copy.refresh()
     for line in description(plan, weights):
         say(line)

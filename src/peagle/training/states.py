@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from peagle.data.shards import replacing
 from peagle.errors import InputError
 from peagle.training.distributed import World
 from peagle.training.fp8 import from_fp8
@@ -58,15 +58,17 @@ class StoredStates:
         aux_layer_ids: Sequence[int],
         documents: np.ndarray,
         lengths: np.ndarray,
+        left_out: Sequence[Path] = (),
     ) -> None:
         """Refuse states of another target or other data (fingerprints), of other layers, or of documents [D] that are
-        cut shorter than the wanted lengths [D]."""
+        cut shorter than the wanted lengths [D]. left_out: corrupt shards of answers that the data is without."""
         plan = self.plan
         wrong = []
         if not same_target(plan.target_fingerprint, target):
             wrong.append(f"made with the target {plan.target} ({plan.target_fingerprint}), this one is {target}")
         if plan.data != data:
-            wrong.append(f"made of data {plan.data[:16]}, this is {data[:16]}")
+            without = f", without its corrupt shards {', '.join(map(str, left_out))}" if left_out else ""
+            wrong.append(f"made of data {plan.data[:16]}, this is {data[:16]}{without}")
         if plan.aux_layer_ids != tuple(aux_layer_ids):
             wrong.append(
                 f"holds the auxiliary layers {', '.join(map(str, plan.aux_layer_ids))}, the head reads "
@@ -105,10 +107,8 @@ class StoredStates:
             else:
                 corrupt.append(i)
         if right != known:
-            work = stamp.with_name(f".{stamp.name}.{os.getpid()}")
-            with suppress(OSError):  # a folder that cannot be written is read every time
+            with suppress(InputError), replacing(stamp) as work:  # a folder that cannot be written is read every time
                 work.write_text(json.dumps(right))
-                os.replace(work, stamp)
         return corrupt
 
     def documents(self, shards: Sequence[int]) -> list[int]:

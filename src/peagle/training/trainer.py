@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from peagle.config.training import TrainConfig
+from peagle.drafter.head_folder import check_heads_config
 from peagle.errors import InputError
 from peagle.target.loading import load_target, parse_device
 from peagle.target.model import Target
@@ -61,7 +62,8 @@ def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None]
     try:
         if config.parallel == "fsdp" and world.size == 1:
             raise InputError("--parallel fsdp: only for several processes (torchrun); there is one")
-        answers = open_answers(config.data, config.on_corrupt, say if world.first else _say_nothing)
+        told = say if world.first else _say_nothing
+        answers = open_answers(config.data, config.on_corrupt, told, config.hidden_states is not None)
         # with cached states embeddings and LM head are all that runs; a head may start from the last layers
         layers: Literal["device", "host", "none"] = "device"
         if config.hidden_states is not None:
@@ -102,6 +104,8 @@ def _train(run: Run, say: Callable[[str], None]) -> TrainResult:
     """Train to the end of the run, or until SIGTERM or SIGINT asks for a checkpoint and an end."""
     plan, weights, target_states, state = run.plan, run.weights, run.target_states, run.state
     config, world, folder = plan.config, plan.world, Path(plan.config.output)
+    for name in ("head", "best"):
+        check_heads_config(folder / name)  # before the work that would be lost
     world.agree([0.0])  # all have read the folder before the first one writes there
     log: MetricsLog | None = None
     try:

@@ -33,6 +33,7 @@ from peagle.training.states_plan import (
     is_finished,
     read_plan,
 )
+from peagle.work_folder import remove_stale
 
 # documents [D] as token ids -> aux [T, S H] and hidden [T, H] of all of them, one after another
 Encode = Callable[[Sequence[np.ndarray]], tuple[Tensor, Tensor]]
@@ -108,6 +109,8 @@ def write_states(
         + (f"; {left / gib:.2f} GiB in {len(todo)} shards to write" if len(todo) < len(plan.shards) else "")
     )
     _check_same(plan, folder)
+    if not dry_run:
+        remove_stale(folder)  # before its disk is looked at: a killed run's shard takes gigabytes
     place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(place).free
     if left > free:
