@@ -12,7 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 # How it may answer: in full, or as its name says.
-BEHAVIOURS = ("ok", "http_500", "stall", "slow", "error_event", "cut_off", "no_usage", "not_json", "drop", "empty")
+BEHAVIOURS = (
+    *("ok", "http_500", "stall", "slow", "error_event", "cut_off", "no_usage", "not_json", "drop", "empty"),
+    *("abort", "error"),
+)
 # Events of another shape than the API's, each in place of a whole answer; and usages behind a whole answer.
 ODD_EVENTS: dict[str, Any] = {
     "text_for_delta": {"choices": [{"delta": "hello"}]},
@@ -22,7 +25,17 @@ ODD_EVENTS: dict[str, Any] = {
     "texts_for_ids": {"choices": [{"delta": {"content": "a"}, "token_ids": ["a"]}]},
     "text_for_usage": {"choices": [], "usage": "3 tokens"},
 }
+# What the JSON of an event may hold that not everything can be done with.
+BROKEN_EVENTS: dict[str, str] = {
+    "many_digits": '{"choices": [], "a": ' + "9" * 5000 + "}",
+    "deep": "[" * 100_000,
+    "half_a_character": '{"choices": [{"delta": {"content": "\\ud83d"}}]}',
+    "error_of_half_a_character": '{"error": {"message": "\\ud83d"}}',
+}
 ODD_USAGES: dict[str, Any] = {
+    "usage_above_the_limit": {"prompt_tokens": 5, "completion_tokens": 65},
+    "usage_beyond_floats": {"prompt_tokens": 5, "completion_tokens": 10**400},
+    "prompt_beyond_floats": {"prompt_tokens": 10**400, "completion_tokens": 3},
     "usage_without_answer": {"prompt_tokens": 5},
     "usage_of_nothing": {"prompt_tokens": 5, "completion_tokens": 0},
     "usage_in_words": {"prompt_tokens": 5, "completion_tokens": "three"},
@@ -42,6 +55,7 @@ class FakeServer:
     chat_only: bool = False
     with_metrics: bool = True
     can_reset: bool = False
+    counts_anew_at: int | None = None  # the request before which the counters begin at 0 again
     version: str = "1.2.3"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
@@ -63,6 +77,8 @@ class FakeServer:
 
     def metrics(self) -> str:
         n = len(self.bodies)
+        if self.counts_anew_at is not None and n >= self.counts_anew_at:
+            n -= self.counts_anew_at - 1
         labels = 'model_name="fake",engine="0"'
         return "\n".join(
             [
@@ -144,8 +160,8 @@ def handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             if behaviour == "empty":
                 self.event("[DONE]")
                 return
-            if behaviour in ODD_EVENTS:
-                self.event(ODD_EVENTS[behaviour])
+            if behaviour in ODD_EVENTS or behaviour in BROKEN_EVENTS:
+                self.event(ODD_EVENTS.get(behaviour) or BROKEN_EVENTS[behaviour])
                 self.event("[DONE]")
                 return
             for index, word in enumerate(server.tokens):
@@ -162,7 +178,8 @@ def handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 ids = {"token_ids": [index + 7]} if body.get("return_token_ids") else {}
                 self.event({"choices": [{"index": 0, **piece, **ids, "finish_reason": None}], "usage": None})
             piece = {"delta": {}} if chat else {"text": ""}
-            self.event({"choices": [{"index": 0, **piece, "finish_reason": "stop"}]})
+            reason = behaviour if behaviour in ("abort", "error") else "stop"
+            self.event({"choices": [{"index": 0, **piece, "finish_reason": reason}]})
             if behaviour != "no_usage":
                 whole = {"prompt_tokens": 5, "completion_tokens": len(server.tokens)}
                 usage = ODD_USAGES.get(behaviour, whole)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from peagle.bench.counters import parse_counters, spec_between
+from peagle.bench import load_client
+from peagle.bench.counters import cache_between, parse_counters, spec_between, went_down
 from peagle.bench.endpoints import read_counters, reset_prefix_cache
 from peagle.bench.load_client import Endpoint, Sampling, run_load
 from peagle.bench.questions import Questions
@@ -17,7 +20,7 @@ from peagle.client.server_facts import read_server, root_url
 from peagle.client.sse import EventBuffer
 from peagle.data.prompts import make_prompt
 from peagle.errors import InputError
-from tests.bench.fake_server import ODD_EVENTS, ODD_USAGES, FakeServer, fake_server
+from tests.bench.fake_server import BROKEN_EVENTS, ODD_EVENTS, ODD_USAGES, FakeServer, fake_server
 
 
 def conversations(*turns: list[str]) -> Workload:
@@ -43,7 +46,7 @@ def test_the_second_turn_sees_the_first_answer():
     record = run.records[0]
     assert (record.output_tokens, record.prompt_tokens, record.text) == (3, 5, "one two three")
     assert record.finish_reason == "stop"
-    assert len(record.itls) == 2
+    assert len(record.itls) in (2, 3)  # the end, without text, may come with the last word or behind it
     assert 0 < record.ttft <= record.latency
     assert record.latency == pytest.approx(record.ttft + sum(record.itls))
     assert record.tpot == pytest.approx((record.latency - record.ttft) / 2)
@@ -56,7 +59,6 @@ def test_a_closed_loop_keeps_so_many_in_flight(concurrency):
     assert server.most_at_once == concurrency
     assert [r.conversation for r in run.records] == list(range(6))
     metrics = serving_metrics(run)
-    assert metrics["max_concurrent_requests"] == concurrency
     assert metrics["mean_concurrency"] == pytest.approx(concurrency, rel=0.4)
 
 
@@ -70,6 +72,8 @@ def test_a_closed_loop_keeps_so_many_in_flight(concurrency):
         ("no_usage", "stream", "no usage"),
         ("not_json", "stream", "no JSON"),
         ("empty", "stream", "no token"),
+        ("abort", "stream", "finish_reason is abort"),
+        ("error", "stream", "finish_reason is error"),
         ("drop", "connection", ""),
     ],
 )
@@ -97,6 +101,59 @@ def test_what_is_not_the_api_is_a_failed_request(behaviour):
     assert [r.failure for r in run.records] == [None, "stream", None]
     words = "usage" if behaviour in ODD_USAGES or behaviour == "text_for_usage" else "another shape than the API's"
     assert words in run.records[1].error
+
+
+@pytest.mark.parametrize("behaviour", BROKEN_EVENTS)
+def test_what_cannot_be_read_is_a_failed_request(behaviour):
+    with fake_server(behave=("ok", behaviour, "ok")) as server:
+        run = load(server, conversations(["a"], ["b"], ["c"]))
+    assert [r.failure for r in run.records] == [None, "stream", None]
+    failed = run.records[1]
+    (failed.error + failed.text).encode()  # what is kept of it can be written
+    assert failed.error
+
+
+def test_half_a_character_in_each_of_two_events():
+    with fake_server(tokens=("a \ud83d", "\ude00", "!")) as server:
+        run = load(server, conversations(["hi", "and now?"]))
+    assert [(r.failure, r.text) for r in run.records] == [(None, "a \U0001f600!")] * 2
+    assert server.bodies[1]["messages"][1]["content"] == "a \U0001f600!"
+
+
+def test_usage_unlike_the_ids_told():
+    workload = Workload("random", "here", token_ids=((1, 2, 3),) * 2)
+    with fake_server(behave=("ok", "usage_above_the_limit")) as server:
+        endpoint = Endpoint(server.url, "fake", "completions", return_token_ids=True)
+        run = run_load(endpoint, Questions(workload, None, 100, 512), 1, Sampling())
+    assert [r.failure for r in run.records] == [None, "stream"]
+    assert run.records[1].error == "usage: completion_tokens is 65, expected 3, as many as token ids came"
+
+
+def test_the_limit_is_the_requests_own():
+    with fake_server(behave=("usage_above_the_limit",)) as server:
+        assert load(server, conversations(["a"]), extra_body={"max_tokens": 65}).failures == {}
+        run = load(server, conversations(["a"]), extra_body={"max_completion_tokens": 2})
+    assert "is 65, expected no more than the 2 that were asked for" in run.records[0].error
+
+
+@pytest.mark.parametrize(("end", "gaps"), [(2.0, [0.0, 1.0]), (3.5, [0.0, 1.0, 1.5])])
+def test_a_late_end_is_the_last_tokens_arrival(monkeypatch, end, gaps):
+    """An end token shows no text: the finish_reason is all that tells when it came."""
+
+    async def chunks(*asked: object) -> AsyncIterator[tuple[float, dict[str, Any] | None]]:
+        begin = time.perf_counter()
+        for at, word in ((1.0, "a"), (1.0, "b"), (2.0, "c")):
+            yield begin + at, {"choices": [{"delta": {"content": word}}]}
+        yield begin + end, {"choices": [{"delta": {}, "finish_reason": "stop"}]}
+        yield begin + 9.0, {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4}}
+        yield begin + 9.0, None
+
+    monkeypatch.setattr(load_client, "stream_chunks", chunks)
+    questions = Questions(conversations(["a"]), None, 64, None)
+    (record,) = run_load(Endpoint("http://nowhere", "m", "chat"), questions, 1, Sampling()).records
+    assert record.itls == pytest.approx(gaps)
+    assert record.latency == pytest.approx(record.ttft + sum(gaps))
+    assert record.tpot == pytest.approx((end - 1.0) / 3)
 
 
 def test_an_answer_without_a_token():
@@ -195,6 +252,22 @@ def test_counters_of_replicas_add_up_and_nonsense_is_passed_over():
     found = parse_counters(text)
     assert (found.num_drafts, found.num_draft_tokens, found.has_spec) == (15, 0, True)
     assert spec_between(found, parse_counters("")) is None
+
+
+def test_counters_that_begin_anew_tell_nothing():
+    with fake_server(counts_anew_at=4) as server:
+        before = read_counters(server.url)
+        load(server, conversations(["a"], ["b"], ["c"]))
+        middle = read_counters(server.url)
+        load(server, conversations(["d"]))
+        after = read_counters(server.url)
+    assert before is not None
+    assert middle is not None
+    assert after is not None
+    assert (went_down(before, middle), went_down(middle, after)) == (False, True)
+    assert spec_between(middle, after) is None
+    assert cache_between(middle, after) == (None, None)
+    assert went_down(middle, parse_counters(""))
 
 
 def test_events_split_anywhere():

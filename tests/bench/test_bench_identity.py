@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from peagle.bench import identity
-from peagle.bench.identity import head_fingerprint, versions_of
+from peagle.bench.identity import head_fingerprint, target_weights, versions_of
 from tests.bench.fake_server import fake_server
 from tests.cli.conftest import run_peagle, target  # noqa: F401  (a fixture)
 
@@ -87,6 +89,49 @@ def test_versions_threads_and_machine_stay(prompts, target, monkeypatch):  # noq
     assert run["versions"].keys() == {"peagle", "torch", "transformers"}
     assert run["machine"]["torch"] == run["versions"]["torch"]
     assert "vllm" in versions_of({"vllm"})
+
+
+def test_a_target_is_known_by_its_weights(prompts, target, tmp_path):  # noqa: F811
+    copy = tmp_path / "copy"
+    shutil.copytree(target, copy)
+    command = (copy, "--device", "cpu", "--max-tokens", "2", "--max-num-seqs", "2", "--max-model-len", "200")
+    command += ("--engine-args", '{"num_kv_blocks": 60}')
+    assert measure(prompts, *command).exit_code == 0
+    results = prompts.parent / "out" / "results.jsonl"
+    now = results.read_text()
+    for file in copy.iterdir():
+        os.utime(file, (1, 1))
+    assert measure(prompts, *command).exit_code == 0
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1  # the same size and header
+    weights.write_bytes(content)
+    result = measure(prompts, *command)
+    assert result.exit_code == 2
+    assert f"target_weights.{copy}: " in result.stderr
+    # a file of an earlier version does not say, and goes on
+    lines = [json.loads(line) for line in now.splitlines()]
+    for line in lines:
+        line.pop("target_weights", None)
+        line.get("settings", {}).pop("target_weights", None)
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measure(prompts, *command, "--repeats", "2").exit_code == 0
+    assert [line["target_weights"].keys() for line in _lines(prompts.parent / "out")[-2:-1]] == [{str(copy)}]
+    assert measure(prompts, *command, "--report-only").exit_code == 0
+
+
+def test_a_target_of_the_hub_is_known_by_the_commit_of_its_copy(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path / "abc123"))
+    assert target_weights("owner/name") == {"owner/name": "abc123"}
+
+    def missing(name: str, **options: object) -> str:
+        raise OSError("not cached")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
+    assert target_weights("owner/name") == {}
+    assert target_weights("") == {}
 
 
 def _lines(folder: Path) -> list[dict]:

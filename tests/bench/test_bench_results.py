@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from typing import Any
 
 import pytest
@@ -92,6 +93,7 @@ def test_what_is_no_results_file(tmp_path, content, words):
 HEAD: dict[str, Any] = {"type": "head", "format": "peagle-bench", "version": 1, "settings": {}}
 SPEC = {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 1, "accepted_per_pos": [1, 0],
         "drafts_per_pos": [1, 1]}  # fmt: skip
+FIRST = {"prompt": 0, "turn": 0, "index": 1, "unit": "token"}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,20 @@ SPEC = {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 1, "accep
         ({"type": "arm", "answers": [[0, 0]]}, ":2: arm: answers: .*, expected a list of "),
         ({"type": "arm", "spec": {**SPEC, "num_drafts": None}}, ":2: spec: num_drafts: got 'None', expected a whole"),
         ({"type": "arm", "check": {"num_answers": 1}}, ":2: check: num_equal: missing"),
+        (
+            {"type": "arm", "output_throughput": float("inf")},
+            ":2: arm: output_throughput: got 'inf', expected a number",
+        ),
+        ({"type": "arm", "duration": float("nan")}, ":2: arm: duration: got 'nan', expected a number"),
+        ({"type": "arm", "num_prompts": 10**40}, ":2: arm: num_prompts: got '10{40}', expected a whole number"),
+        ({"type": "arm", "spec": {**SPEC, "accepted_per_pos": [10**400, 0]}}, ":2: spec: accepted_per_pos: got"),
+        (
+            {"type": "arm", "check": {"num_answers": 1, "num_equal": 0, "first": FIRST | {"logit_gap": "x"}}},
+            ":2: first: logit_gap: got 'x', expected a number",
+        ),
+        (RUN | {"type": "run", "heads": None}, ":2: run: heads: got 'None', expected an object"),
+        (RUN | {"type": "run", "engines": None}, ":2: run: engines: got 'None', expected an object"),
+        (RUN | {"type": "run", "engines": {"a": 1}}, ":2: run: engines: .*, expected an object of objects or lists"),
         ({"type": "run", "command": "x"}, ":2: run: date: missing, expected a text"),
         ({"type": "failed_start", "error": "x"}, ":2: failed_start: setup: missing"),
         ({"type": "server_commands", "commands": {"a": 1}}, ":2: server_commands: commands: .*, expected an object of"),
@@ -121,6 +137,30 @@ def test_a_damaged_file_is_refused_by_line_and_field(tmp_path, line, words):
         path.write_text(json.dumps(HEAD) + "\n" + json.dumps(whole | line) + "\n")
     with pytest.raises(InputError, match=f"{path}{words}"):
         read_results(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"type": "arm", "k": ' + "9" * 5000 + "}", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"type": "\\ud83d"}', "holds half a character"),
+    ],
+)
+def test_lines_that_cannot_be_read(tmp_path, line, words):
+    path = tmp_path / "results.jsonl"
+    path.write_text(f"{json.dumps(HEAD)}\n{line}\n")
+    with pytest.raises(InputError, match=f"{path}:2: {words}"):
+        read_results(path)
+
+
+def test_what_has_no_utf8_is_written_all_the_same(tmp_path):
+    path = tmp_path / "results.jsonl"
+    open_results(path, SETTINGS).add_failed_start("a", "it said \ud83d", ["b"])
+    assert read_results(path).failed_starts == {"a (b)": "it said ?"}
+    with open(path, "ab") as file:
+        file.write('{"type": "é'.encode()[:-1])  # killed within a character
+    assert list(read_results(path).failed_starts) == ["a (b)"]
 
 
 def test_the_plan():
@@ -152,6 +192,7 @@ def test_lists_and_endpoints():
         ("http://a,colour=red", "got 'colour=red'"),
         ("http://a,method=magic", "method=magic"),
         ("http://a,k=x", "k=x"),
+        ("http://a,method=none,k=3", "k=3: expected 0 or nothing with method=none"),
         ("http://a,api=soap", "api=soap"),
     ]:
         with pytest.raises(InputError, match=words):
@@ -207,14 +248,29 @@ def test_best_against_best_by_hand():
     assert failures.rows == [("w · P-EAGLE K=7 in peagle · C=1", "4", "1 stall", "stall: nothing came for 2 s")]
 
 
+@pytest.mark.parametrize("repeats", [2, 3, 5, 6, 7, 8, 9, 10, 11, 30])
+def test_detectable_by_the_t_distribution(repeats):
+    stats = pytest.importorskip("scipy.stats")
+    rates = [10.0 + 0.1 * (i % 3) for i in range(repeats)]
+    points = points_of([arm(m, k, 1, r) for m, k in (("none", 0), ("p-eagle", 3)) for r in rates])
+    found = ratio(points, "peagle", "w", "p-eagle", "none", 1)
+    assert found is not None
+    relative = statistics.stdev(rates) / statistics.mean(rates)
+    factor = sum(float(stats.t.ppf(p, 2 * (repeats - 1))) for p in (0.975, 0.8))
+    assert found.resolution == pytest.approx(factor * relative * (2 / repeats) ** 0.5, rel=1e-3)
+
+
 def test_acceptance_over_repeats():
     spec = {"num_drafts": 10, "num_draft_tokens": 20, "num_accepted_tokens": 12, "accepted_per_pos": [8, 4],
-            "drafts_per_pos": [10, 8]}  # fmt: skip
+            "drafts_per_pos": [10, 8], "reached_per_pos": [10, 6]}  # fmt: skip
     (point,) = points_of([arm("p-eagle", 2, 1, 5, spec=spec), arm("p-eagle", 2, 1, 5, spec=spec)])
     assert point.acceptance_length == pytest.approx(2.2)
-    assert point.joint_rates == pytest.approx([0.8, 0.5])
-    assert point.conditional_rates == pytest.approx([0.8, 0.625])
+    assert point.conditional_rates == pytest.approx([0.8, 4 / 6])
+    assert point.joint_rates == pytest.approx([0.8, 0.8 * 4 / 6])
     assert point.spread == 0
+    del spec["reached_per_pos"]  # a server's counters: every draft counts as having all
+    (point,) = points_of([arm("p-eagle", 2, 1, 5, spec=spec)])
+    assert point.conditional_rates == pytest.approx([0.8, 0.5])
 
 
 def record(conversation: int, turn: int, ids: list[int] | None, text: str = "", failure: Any = None) -> Record:
@@ -261,7 +317,7 @@ VLLM = {
 def test_results_of_vllm_bench_serve(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(VLLM) + "\n" + json.dumps(VLLM | {"output_throughput": 410.0}))
-    first, second = read_vllm_results(f"{path}:method=p-eagle:k=3:workload=mt_bench")
+    first, second = read_vllm_results([f"{path}:method=p-eagle:k=3:workload=mt_bench"])
     assert (first["engine"], first["method"], first["k"], first["concurrency"]) == ("vllm-bench-serve", "p-eagle", 3, 4)
     assert (first["repeat"], second["repeat"]) == (0, 1)
     assert first["per_user_throughput"] == 125.0
@@ -272,7 +328,7 @@ def test_results_of_vllm_bench_serve(tmp_path):
     json.dumps(first, allow_nan=False)
     told = tmp_path / "told.json"
     told.write_text(json.dumps(VLLM | {"method": "none", "workload": "w"}))  # --metadata method=none workload=w
-    assert read_vllm_results(str(told))[0]["k"] == 0
+    assert read_vllm_results([str(told)])[0]["k"] == 0
 
 
 @pytest.mark.parametrize(
@@ -282,6 +338,9 @@ def test_results_of_vllm_bench_serve(tmp_path):
         (VLLM, ":method=p-eagle:workload=w", "does not say its k"),
         (VLLM, ":method=none", "does not say its workload"),
         (VLLM, ":method=ngram:workload=w", "method=ngram"),
+        (VLLM, ":method=none:k=3:workload=w", "k=3: expected 0 or nothing with method=none"),
+        (VLLM | {"request_rate": 5.0}, ":method=none:workload=w", "request_rate: got 5.0, expected inf"),
+        (VLLM | {"ramp_up_strategy": "linear"}, ":method=none:workload=w", "ramp_up_strategy: got 'linear'"),
         ({"a": 1}, "", "no result of `vllm bench serve`"),
     ],
 )
@@ -289,7 +348,7 @@ def test_results_that_cannot_be_added(tmp_path, content, options, words):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(content))
     with pytest.raises(InputError, match=words):
-        read_vllm_results(f"{path}{options}")
+        read_vllm_results([f"{path}{options}"])
 
 
 @pytest.mark.parametrize(
@@ -299,14 +358,18 @@ def test_results_that_cannot_be_added(tmp_path, content, options, words):
         ({"failed": 3}, 3),
         ({"failed": None, "completed": 50}, 30),
         ({"failed": None, "errors": ["", "boom"] * 40}, 40),
-        ({"failed": 2, "completed": 75, "errors": ["boom", None]}, 5),
+        ({"failed": 2, "completed": 75, "errors": ["boom", None]}, 2),
+        ({"failed": 0, "completed": 4, "num_prompts": 10}, 0),  # the data set had four prompts
+        ({"failed": None, "completed": 4, "num_prompts": 10, "input_lens": [5] * 4}, 0),
+        ({"failed": None, "completed": 4, "num_prompts": 10, "input_lens": [5] * 6}, 2),
     ],
 )
 def test_failed_requests_of_versions_that_do_not_say(tmp_path, more, failed):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(VLLM | more))
-    (added,) = read_vllm_results(f"{path}:method=p-eagle:k=3:workload=w")
+    (added,) = read_vllm_results([f"{path}:method=p-eagle:k=3:workload=w"])
     assert added["failed"] == failed
+    assert added["num_prompts"] == added["completed"] + failed
     assert (best(points_of([added]), "vllm-bench-serve", "w", "p-eagle", 4) is None) == bool(failed)
 
 
@@ -317,21 +380,35 @@ def test_failed_requests_of_versions_that_do_not_say(tmp_path, more, failed):
         ({"completed": 1.5}, "result: completed: got '1.5', expected a whole number"),
         ({"median_tpot_ms": "8 ms"}, "result: median_tpot_ms: got '8 ms', expected a number"),
         ({"failed": "no"}, "result: failed: got 'no', expected a whole number"),
+        ({"output_throughput": float("nan")}, "result: output_throughput: got 'nan', expected a number"),
+        ({"completed": 10**400}, "result: completed: got '1000000"),
     ],
 )
 def test_results_with_a_wrong_field(tmp_path, more, words):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(VLLM | more))
     with pytest.raises(InputError, match=f"--add {path}: {words}"):
-        read_vllm_results(f"{path}:method=none:workload=w")
+        read_vllm_results([f"{path}:method=none:workload=w"])
+
+
+def test_a_result_is_added_once(tmp_path):
+    path, copy = tmp_path / "run.json", tmp_path / "copy.json"
+    path.write_text(json.dumps(VLLM))
+    copy.write_text(json.dumps(VLLM))
+    for other in (path, copy, f"{path}:k=7"):
+        with pytest.raises(InputError, match=f"--add .*: holds a result that --add {path}.* has, expected each once"):
+            read_vllm_results([f"{path}:method=p-eagle:k=3:workload=w", f"{other}:method=p-eagle:k=3:workload=w"])
+    copy.write_text(json.dumps(VLLM | {"date": "20260101-000100"}))
+    added = read_vllm_results([f"{one}:method=none:workload=w" for one in (path, copy)])
+    assert [arm["repeat"] for arm in added] == [0, 1]
 
 
 def test_no_file_to_add(tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
-        read_vllm_results(str(tmp_path / "none.json"))
+        read_vllm_results([str(tmp_path / "none.json")])
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(InputError, match="not JSON"):
-        read_vllm_results(str(tmp_path / "x.json"))
+        read_vllm_results([str(tmp_path / "x.json")])
 
 
 def test_time_left():

@@ -10,7 +10,7 @@ import pytest
 from peagle.bench.arms import Setup
 from peagle.bench.backends import Backends, RunSettings
 from peagle.bench.records import Record
-from peagle.bench.serving_metrics import most_in_a_second
+from peagle.bench.serving_metrics import most_in_a_second, most_in_flight
 from peagle.bench.workloads import Workload
 from peagle.data.prompts import make_prompt
 from peagle.errors import InputError
@@ -188,6 +188,67 @@ def test_tokens_in_the_fullest_second():
     second = Record(1, 0, 6.0, output_tokens=3, ttft=0.2)  # 3 at 1.2 s
     assert most_in_a_second([first, second]) == pytest.approx(7)
     assert most_in_a_second([]) is None
+
+
+def test_requests_in_flight_in_the_fullest_second():
+    """As `vllm bench serve` counts: whoever is in flight at some time of the second."""
+    records = [Record(i, 0, 5.0 + start, latency=latency) for i, (start, latency) in enumerate(
+        [(0.0, 0.3), (0.4, 0.3), (0.8, 0.5), (1.5, 2.0)]
+    )]  # fmt: skip
+    assert most_in_flight(records) == 3
+    assert most_in_flight(records[2:]) == 2
+    assert most_in_flight([]) == 0
+
+
+def test_counters_that_begin_anew_are_a_note(prompts):
+    with fake_server(counts_anew_at=6) as server:
+        endpoint = ("--endpoint", f"{server.url},name=a,method=p-eagle,k=2", "--warm-up", "0", "--no-report")
+        assert measure(prompts, *endpoint, "--concurrency", "1,2").exit_code == 0
+    assert [arm["spec"] is None for arm in arms(prompts)] == [False, True]
+    assert arms(prompts)[1]["prefix_cache"] == {"queries": None, "hits": None}
+    assert any("counters went down during the arm" in note for note in arms(prompts)[1]["notes"])
+    assert run_peagle("bench", "--report-only", "--output", prompts.parent / "out").exit_code == 0
+    assert "counters went down during the arm" in page(prompts)
+
+
+@pytest.mark.parametrize("plain_is_first", [False, True])
+def test_plain_decoding_is_measured_first_and_the_fewest_users_are_the_reference(prompts, plain_is_first):
+    with fake_server() as plain, fake_server() as drafts:
+        both = [f"{drafts.url},name=s,method=p-eagle,k=2", f"{plain.url},name=s,method=none"]
+        flags = [part for text in (both[::-1] if plain_is_first else both) for part in ("--endpoint", text)]
+        common = ("--warm-up", "0", "--no-report")
+        only = ("--endpoint", both[1], "--concurrency", "2")
+        assert measure(prompts, *common, *only).exit_code == 0
+        assert measure(prompts, *common, *flags, "--concurrency", "1,2").exit_code == 0
+    found = [(a["method"], a["concurrency"], a.get("check", {}).get("with"), "answers" in a) for a in arms(prompts)]
+    assert found == [
+        ("none", 2, None, True),
+        ("none", 1, 2, True),  # nothing else to be compared with; from now on it is the reference
+        ("p-eagle", 1, 1, False),
+        ("p-eagle", 2, 1, False),
+    ]
+
+
+def test_answers_that_are_not_compared_say_so(prompts):
+    with fake_server() as server:
+        endpoint = ("--endpoint", f"{server.url},name=a,method=p-eagle,k=2", "--concurrency", "1", "--warm-up", "0")
+        result = measure(prompts, *endpoint)
+    assert "answers were not compared with plain decoding" in result.stderr
+    assert "C=1: answers were not compared with plain decoding" in arms(prompts)[0]["notes"][-1]
+    assert "answers were not compared with plain decoding" in page(prompts)
+
+
+def test_texts_with_other_line_ends_are_read_again(prompts):
+    tokens = ("a\u2028b", "c\u2029d", "e\u0085f", "g\u000bh\x1ci")
+    with fake_server(tokens=tokens) as server:
+        command = ("--endpoint", f"{server.url},name=a,method=none", "--concurrency", "1", "--detailed", "--no-report")
+        assert measure(prompts, *command).exit_code == 0
+        asked = len(server.bodies)
+        assert measure(prompts, *command).exit_code == 0
+        assert len(server.bodies) == asked
+    lines = (prompts.parent / "out" / "results.jsonl").read_bytes().split(b"\n")
+    (arm,) = [line for line in map(json.loads, lines[:-1]) if line["type"] == "arm"]
+    assert arm["generated_texts"] == ["".join(tokens)] * 3
 
 
 def test_commands_of_endpoints_are_kept_and_shown(prompts):

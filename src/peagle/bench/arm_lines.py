@@ -14,6 +14,8 @@ from peagle.bench.results_file import ResultsFile
 from peagle.bench.serving_metrics import request_lists, serving_metrics
 from peagle.target.model import Target
 
+NOT_COMPARED = "answers were not compared with plain decoding's"
+
 
 def arm_content(arm: Arm, num_prompts: int, run: Run, detailed: bool) -> dict[str, Any]:
     """An arm as JSON: what it is, `vllm bench serve`'s fields, and what that has no field for. model_id and
@@ -41,8 +43,9 @@ def arm_content(arm: Arm, num_prompts: int, run: Run, detailed: bool) -> dict[st
 def check_line(line: dict[str, Any], arm: Arm, run: Run, results: ResultsFile, target: Target | None = None) -> None:
     """Compare an arm's answers with plain decoding's in the same engine.
 
-    A plain arm that answers more than those before it keeps its answers, for others to be compared with, and the first
-    such arm is compared with another engine's. target: the loaded model, for logit gaps.
+    A plain arm that answers more than those before it, or as many at a lower concurrency, keeps its answers, for others
+    to be compared with, and the first such arm is compared with another engine's. Where a setup with drafts has nothing
+    to be compared with, a note says so. target: the loaded model, for logit gaps.
     """
     stored = [
         other
@@ -54,13 +57,20 @@ def check_line(line: dict[str, Any], arm: Arm, run: Run, results: ResultsFile, t
     covering = [other for other in own if len(other["answers"]) >= len(answers)]
     if own:
         # the fewest users round as one user does; where their arms asked less, the one that asked most
-        reference = covering[0] if covering else max(own, key=lambda other: len(other["answers"]))
+        reference = min(covering, key=_users) if covering else max(own, key=lambda other: len(other["answers"]))
         line["check"] = {"with": reference["concurrency"], **check_answers(reference["answers"], run, target)}
-    if arm.setup.method == "none" and answers and not covering:
+    if arm.setup.method != "none" and answers and not line.get("check", {}).get("num_answers"):
+        why = "none of them is of the same prompts and kind" if own else "this engine has none of this workload yet"
+        line["notes"].append(f"C={arm.concurrency}: {NOT_COMPARED}: {why}")
+    if arm.setup.method == "none" and answers and not any(_users(other) <= arm.concurrency for other in covering):
         line["answers"] = [list(answer) for answer in answers]
-        other = next((one for one in stored if one["engine"] != arm.setup.engine), None)
+        other = min((one for one in stored if one["engine"] != arm.setup.engine), key=_users, default=None)
         if other is not None and not own:
             line["check_engines"] = {"with": other["engine"], **check_answers(other["answers"], run)}
+
+
+def _users(line: Mapping[str, Any]) -> int:
+    return int(line["concurrency"])
 
 
 def arm_line(line: Mapping[str, Any]) -> str:
@@ -74,6 +84,8 @@ def arm_line(line: Mapping[str, Any]) -> str:
         parts.append(f"acceptance length {line['spec_decode_acceptance_length']:.2f}")
     if line.get("check"):
         parts.append(check_phrase(line["check"]))
+    if any(NOT_COMPARED in note for note in line["notes"]):
+        parts.append(NOT_COMPARED)
     if line["failed"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in line["failures"].items())
         first = next(error for error in line["errors"] if error)

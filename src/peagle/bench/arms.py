@@ -134,6 +134,8 @@ def parse_endpoint(text: str) -> GivenEndpoint:
         raise InputError(f"--endpoint {text}: method={method}: expected one of {', '.join(METHODS)}")
     if not k.isdecimal():
         raise InputError(f"--endpoint {text}: k={k}: expected a whole number")
+    if method == "none" and int(k):
+        raise InputError(f"--endpoint {text}: k={k}: expected 0 or nothing with method=none, which drafts no token")
     if api not in ("chat", "completions"):
         raise InputError(f"--endpoint {text}: api={api}: expected chat or completions")
     root = root_url(url)
@@ -141,3 +143,10 @@ def parse_endpoint(text: str) -> GivenEndpoint:
     if name in ENGINES:
         raise InputError(f"--endpoint {text}: name={name}: expected another name than an engine's here")
     return GivenEndpoint(root, name, method, int(k), values.get("model"), api)
+
+
+def plain_first(given: Sequence[GivenEndpoint]) -> list[GivenEndpoint]:
+    """Those of a name together, and of them first what does without speculation: the others' answers are compared with
+    it. Names, and the others, stay in their order."""
+    names = [endpoint.name for endpoint in given]
+    return sorted(given, key=lambda endpoint: (names.index(endpoint.name), endpoint.method != "none"))

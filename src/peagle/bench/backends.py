@@ -15,7 +15,7 @@ import peagle
 from peagle.bench import endpoints, server_commands
 from peagle.bench.arms import ENGINES, GivenEndpoint, Setup
 from peagle.bench.conversations import Chat
-from peagle.bench.counters import cache_between, spec_between
+from peagle.bench.counters import cache_between, spec_between, went_down
 from peagle.bench.identity import prefix_caching
 from peagle.bench.in_process import run_in_process
 from peagle.bench.load_client import Endpoint, OnRecord, Sampling, run_load
@@ -31,6 +31,9 @@ from peagle.target.text import TargetText
 
 # Counters of a server may reach /metrics a moment after the last token has reached the client.
 COUNTER_SECONDS = 0.25
+COUNTED_ANEW = (
+    "the server's counters went down during the arm (was it started again?), so acceptance or cache hits are not known"
+)
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,8 @@ class OverHttp:
         if after is not None:
             run.spec = spec_between(before, after)
             run.cache_queries, run.cache_hits = cache_between(before, after)
+            if went_down(before, after):
+                run.notes.append(COUNTED_ANEW)
         return run
 
 

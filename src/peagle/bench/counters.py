@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from peagle.engine.stats import SpecMetrics
 
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
-_POSITION = re.compile(r'(?:^|,)position="(\d+)"')
+_POSITION = re.compile(r'(?:^|,)position="(\d{1,4})"')
+_MOST = 2**53  # beyond it floats, which servers write, skip numbers
 
 
 @dataclass(slots=True)
@@ -39,6 +40,8 @@ def parse_counters(text: str) -> Counters:
             value = int(float(match["value"]))
         except (ValueError, OverflowError):
             continue
+        if not 0 <= value <= _MOST:
+            continue
         if name == "spec_decode_num_drafts":
             found.has_spec = True
             found.num_drafts += value
@@ -59,7 +62,7 @@ def parse_counters(text: str) -> Counters:
 
 
 def spec_between(before: Counters, after: Counters) -> SpecMetrics | None:
-    """Acceptance between two scrapes; None where the server counts no drafts.
+    """Acceptance between two scrapes; None where the server counts no drafts, or its counters went down.
 
     Servers do not say how many drafts had each position, so every draft counts for every one: joint rates here are
     accepted at the position / all drafts, vLLM's own definition. It differs from the engine's own count in steps that
@@ -70,17 +73,29 @@ def spec_between(before: Counters, after: Counters) -> SpecMetrics | None:
     drafts = after.num_drafts - before.num_drafts
     depth = max((*before.accepted_per_pos, *after.accepted_per_pos), default=-1) + 1
     accepted = [after.accepted_per_pos.get(i, 0) - before.accepted_per_pos.get(i, 0) for i in range(depth)]
+    draft_tokens = after.num_draft_tokens - before.num_draft_tokens
+    accepted_tokens = after.num_accepted_tokens - before.num_accepted_tokens
+    if min(drafts, draft_tokens, accepted_tokens, *accepted) < 0:
+        return None
     return SpecMetrics(
         num_drafts=drafts,
-        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
-        num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
+        num_draft_tokens=draft_tokens,
+        num_accepted_tokens=accepted_tokens,
         accepted_per_pos=accepted,
         drafts_per_pos=[drafts] * depth,
     )
 
 
 def cache_between(before: Counters, after: Counters) -> tuple[int | None, int | None]:
-    """Tokens looked up and found in the prefix cache between two scrapes."""
+    """Tokens looked up and found in the prefix cache between two scrapes; None where not told, or it went down."""
     if after.cache_queries is None or after.cache_hits is None:
         return None, None
-    return after.cache_queries - (before.cache_queries or 0), after.cache_hits - (before.cache_hits or 0)
+    queries, hits = after.cache_queries - (before.cache_queries or 0), after.cache_hits - (before.cache_hits or 0)
+    return (queries, hits) if min(queries, hits) >= 0 else (None, None)
+
+
+def went_down(before: Counters, after: Counters) -> bool:
+    """Whether the server began to count anew between two scrapes."""
+    if before.has_spec and (not after.has_spec or spec_between(before, after) is None):
+        return True
+    return None not in (before.cache_queries, before.cache_hits) and cache_between(before, after) == (None, None)

@@ -11,6 +11,7 @@ from peagle.client.server_facts import read_server
 from peagle.drafter.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from peagle.drafter.loading import resolve_head
 from peagle.errors import InputError
+from peagle.target.loading import gguf_key, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
     from peagle.bench.bench_run import Plan
 
 CHUNK = 1 << 20
+TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
-    """As JSON; reads the heads' files whole, and asks the endpoints for model and version. Raises InputError.
+    """As JSON; reads the heads' files whole, the target's in part, and asks the endpoints for model and version. Raises
+    InputError.
 
     What line_checks.GROWING names is by workload, method, engine or endpoint, so that a later run may bring more of
     them. The time that a server may take to start is left out: it changes no number.
@@ -33,6 +36,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     device = chosen_device(s.device)
     return {
         "target": s.target,
+        "target_weights": target_weights(s.target),
         "heads": {method: head_fingerprint(head) for method, head in s.heads.items()},
         "workloads": {workload.name: workload.fingerprint for workload in plan.workloads},
         "max_tokens": plan.options.max_tokens,
@@ -116,6 +120,22 @@ def versions_of(engines: set[str]) -> dict[str, str | None]:
     return versions
 
 
+def target_weights(target: str) -> dict[str, str]:
+    """By target, which content it has: of a folder, config, tokenizer and weights by their sizes and by pieces spread
+    over each file, for the whole takes minutes; of a Hub id the commit of the copy here, if there is one."""
+    if not target:
+        return {}
+    source = resolve_model(target)
+    folder = Path(source)
+    if not folder.is_dir():
+        commit = cached_commit(source)
+        return {target: commit} if commit is not None else {}
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in TARGET_FILES for file in folder.glob(pattern) if file.is_file()}):
+        digest.update(f"{file.name}\n{gguf_key(file)}\n".encode())
+    return {target: digest.hexdigest()[:16]}
+
+
 def head_fingerprint(head: str) -> str:
     """Of a folder: its config, its list of draft tokens and its weights, whole; of a Hub id: the id and its commit.
 
@@ -136,6 +156,17 @@ def head_fingerprint(head: str) -> str:
 
 
 def hub_commit(name: str) -> str | None:
+    """Of the copy in the Hub's cache, which is fetched if it is not there."""
+    commit = cached_commit(name)
+    if commit is not None:
+        return commit
+    try:
+        return resolve_head(name).name
+    except InputError:
+        return None
+
+
+def cached_commit(name: str) -> str | None:
     """Of the copy in the Hub's cache, which is named after it."""
     from huggingface_hub import snapshot_download
 
@@ -143,10 +174,6 @@ def hub_commit(name: str) -> str | None:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True)).name
     except Exception:  # not cached, or no Hub id; huggingface_hub has an error of its own for each
-        pass
-    try:
-        return resolve_head(name).name
-    except InputError:
         return None
 
 

@@ -9,15 +9,17 @@ from peagle.bench.arms import METHOD_NAMES
 from peagle.errors import InputError
 
 # settings to which a later run may add: each is by workload, method, engine, endpoint or package
-GROWING = ("workloads", "heads", "engines", "prefix_caching", "threads", "endpoints", "versions")
+GROWING = ("workloads", "heads", "target_weights", "engines", "prefix_caching", "threads", "endpoints", "versions")
+# no count and no time of a measurement is as large; what is cannot be drawn, nor all of it turned into floats
+MOST = 2**63
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MOST < value < MOST  # NaN is neither
 
 
 def _numbers(value: Any) -> bool:
@@ -40,6 +42,10 @@ def _answers(value: Any) -> bool:
         return all(map(_whole, place)) and (isinstance(tokens, str) or _numbers(tokens))
 
     return isinstance(value, list) and all(map(fits, value))
+
+
+def _arguments(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, dict) or _texts(one) for one in value.values())
 
 
 def _object_or_null(value: Any) -> bool:
@@ -102,16 +108,19 @@ _METRICS: dict[str, Kind] = {
     **dict.fromkeys(("input_lens", "output_lens"), NUMBERS),
     "errors": ("a list of texts", _errors),
 }
-# may be missing or null
 _OF_RUNS: dict[str, Kind] = {
     **dict.fromkeys(GROWING, OBJECT),
+    "engines": ("an object of objects or lists of texts", _arguments),
     "endpoints": ("an object of objects", _object_of(OBJECT[1])),
 }
+# may be missing, or null if they are not of GROWING
 OPTIONAL: dict[str, dict[str, Kind]] = {
     "result": {**_METRICS, "failed": WHOLE},
     "settings": _OF_RUNS,
     "run": _OF_RUNS,
     "failed_start": {"arms": TEXTS},
+    "spec": {"reached_per_pos": NUMBERS},
+    "first": {"logit_gap": NUMBER},
     "arm": {
         **_METRICS,
         "notes": TEXTS,
@@ -130,7 +139,7 @@ def check_fields(where: str, kind: str, content: Mapping[str, Any]) -> None:
             raise InputError(f"{where}: {kind}: {name}: missing, expected {words}")
         _check(where, kind, name, content[name], words, fits)
     for name, (words, fits) in OPTIONAL.get(kind, {}).items():
-        if content.get(name) is not None:
+        if content.get(name) is not None or (name in GROWING and name in content):
             _check(where, kind, name, content[name], words, fits)
     if kind == "arm":
         _check_parts(where, content)

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import httpx
 
+from peagle.bench.answer_chunks import check_end, chunk_usage, count_tokens, take_tokens
 from peagle.bench.questions import Question, Questions
 from peagle.bench.records import Failure, Record, Run
 from peagle.client.pool import ClientPool
 from peagle.client.server_facts import key_headers
-from peagle.client.stream import StatusError, StreamError, stream_chunks
+from peagle.client.stream import StatusError, StreamError, joined_text, printable_text, stream_chunks
 
 ERROR_CHARACTERS = 500
 CONNECT_SECONDS = 10.0
@@ -125,6 +126,12 @@ def request_body(endpoint: Endpoint, question: Question, exact_length: bool, sam
     return body | dict(endpoint.extra_body)
 
 
+def token_limit(body: Mapping[str, Any]) -> int | None:
+    """The most tokens that a request lets its answer have; of both fields, as servers take either, the larger."""
+    told = [body.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    return max((limit for limit in told if isinstance(limit, int)), default=None)
+
+
 async def _ask(
     client: httpx.AsyncClient, endpoint: Endpoint, question: Question, body: dict[str, Any], origin: float
 ) -> Record:
@@ -143,11 +150,14 @@ async def _ask(
         _fail(record, "http", f"{error.status}: {error}")
     except StreamError as error:
         _fail(record, "stream", str(error))
+    except RecursionError:  # an event that could be read, and is too deep to be looked at
+        _fail(record, "stream", "an event is nested too deeply")
     return record
 
 
 def _fail(record: Record, failure: Failure, error: str) -> None:
-    record.failure, record.error = failure, error[:ERROR_CHARACTERS]
+    record.failure, record.error = failure, printable_text(error)[:ERROR_CHARACTERS]
+    record.text = printable_text(record.text)
 
 
 async def _stream(
@@ -161,10 +171,12 @@ async def _stream(
             done = True
             continue
         usage = chunk_usage(chunk) or usage
+        had_ended = record.finish_reason is not None
         brought = take_tokens(record, chunk)
         spoke = spoke or brought
-        # an answer's end counts as its token where nothing else came
-        if brought or (record.finish_reason is not None and not arrived):
+        ends = record.finish_reason is not None and not had_ended
+        # the last token may show no text (an end token): where the end comes later than the others, it came with it
+        if brought or (ends and now > arrived):
             if arrived:
                 record.itls.append(now - arrived)
             else:
@@ -173,70 +185,8 @@ async def _stream(
             record.latency = now - started
     if record.finish_reason is None and not done:
         raise StreamError("the stream ended before the answer did")
+    check_end(record)
     if not arrived:
         raise StreamError("the answer has no token")
-    count_tokens(record, usage, spoke)
-
-
-def chunk_usage(chunk: dict[str, Any]) -> dict[str, Any] | None:
-    """The token counts that a chunk brings, if any. Raises StreamError for what is none."""
-    usage = chunk.get("usage")
-    if usage is not None and not isinstance(usage, dict):
-        raise StreamError(f"usage is no object: {str(usage)[:200]}")
-    return usage
-
-
-def count_tokens(record: Record, usage: dict[str, Any] | None, spoke: bool) -> None:
-    """Of prompt and answer, by the server's usage; the answer's ids are counted where it says nothing. spoke: text or
-    ids came. Raises StreamError where nothing tells, or where what came has no token."""
-    told = (usage or {}).get("completion_tokens")
-    if told is None and record.token_ids is not None:
-        told = len(record.token_ids)
-    if told is None:
-        lacks = "no usage" if usage is None else "no completion_tokens in the usage"
-        raise StreamError(f"{lacks} in the stream, so the answer's tokens cannot be counted")
-    if not _is_count(told) or (told == 0 and spoke):
-        raise StreamError(f"usage: completion_tokens is {str(told)[:80]}, expected the answer's tokens")
-    prompt = (usage or {}).get("prompt_tokens")
-    if prompt is not None and not _is_count(prompt):
-        raise StreamError(f"usage: prompt_tokens is {str(prompt)[:80]}, expected a whole number")
-    record.output_tokens = told
-    record.prompt_tokens = prompt or 0
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def take_tokens(record: Record, chunk: dict[str, Any]) -> bool:
-    """Add what a chunk brings to the record; whether it brought tokens. A chat's opening role chunk brings none.
-
-    Some tokens show no text (half a character, a special token): they count where ids are told. Raises StreamError for
-    a chunk of another shape than the API's.
-    """
-    choices = chunk.get("choices") or []
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise _odd(chunk)
-    if not choices:
-        return False
-    choice = choices[0]
-    delta = choice.get("delta") or {}
-    if not isinstance(delta, dict):
-        raise _odd(chunk)
-    text = choice.get("text") or delta.get("content") or ""
-    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    ids = choice.get("token_ids")
-    if not isinstance(text, str) or not (ids is None or (isinstance(ids, list) and all(map(_is_count, ids)))):
-        raise _odd(chunk)
-    record.text += text
-    if ids is not None:
-        if record.token_ids is None:
-            record.token_ids = []
-        record.token_ids.extend(ids)
-    if choice.get("finish_reason") is not None:
-        record.finish_reason = str(choice["finish_reason"])
-    return bool(text or thought or ids)
-
-
-def _odd(chunk: dict[str, Any]) -> StreamError:
-    return StreamError(f"an event is of another shape than the API's: {str(chunk)[:200]}")
+    record.text = joined_text(record.text)
+    count_tokens(record, usage, spoke, token_limit(body))

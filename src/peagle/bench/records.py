@@ -24,9 +24,10 @@ Failure = Literal["http", "connection", "stall", "timeout", "stream", "engine", 
 class Record:
     """One request. Times are seconds; `start` counts from the run's start.
 
-    ttft: start to the first token. latency: start to the last token. itls: gaps between the arrivals of tokens, several
-    of which may come together. token_ids: the answer's, where the engine tells them. failure None means success;
-    `error` then is empty, otherwise what the server or the client said. A failed request keeps what it had received.
+    ttft: start to the first token that shows. latency: start to the last token; of a server's answer to its end, which
+    the last token may have come with. itls: gaps between the arrivals of tokens, several of which may come together.
+    token_ids: the answer's, where the engine tells them. failure None means success; `error` then is empty, otherwise
+    what the server or the client said. A failed request keeps what it had received.
     """
 
     conversation: int
@@ -56,7 +57,7 @@ class Run:
 
     num_skipped: later turns that were not asked, because their conversation had grown beyond the model's length or had
     failed before. spec: what became of drafts, None where the engine does not tell. cache_queries and cache_hits:
-    prompt tokens looked up and found in a prefix cache, None where not told.
+    prompt tokens looked up and found in a prefix cache, None where not told. notes: what a reader has to know of it.
     """
 
     records: list[Record]
@@ -65,6 +66,7 @@ class Run:
     spec: SpecMetrics | None = None
     cache_queries: int | None = None
     cache_hits: int | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def succeeded(self) -> list[Record]:

@@ -104,7 +104,7 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
         imported=list(dict.fromkeys(arm["imported"] for arm in arms if arm.get("imported"))),
         num_arms=len(arms),
     )
-    _write(folder / PAGE, page.encode())
+    _write(folder / PAGE, page.encode("utf-8", "replace"))  # what others wrote may hold half a character
     return f"{terminal_text(results, added)}\n\nreport: {folder / PAGE}"
 
 

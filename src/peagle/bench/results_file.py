@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from peagle.errors import InputError
 FORMAT = "peagle-bench"
 VERSION = 1
 NAMED_ARMS = 6
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of half a character
 
 
 class ResultsFile:
@@ -83,7 +85,8 @@ class ResultsFile:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
-        with open(self.path, "a", encoding="utf-8") as file:
+        # what has no UTF-8 (half a character that a server says) becomes a question mark, so that the file can be read
+        with open(self.path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -140,9 +143,13 @@ def read_results(path: Path) -> ResultsFile:
     """Raises InputError for what is no results file, one of another format version (both versions are named), or a
     damaged one, with the line and the field."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        content = path.read_bytes()
+        # a run that was killed may have left a line without its end, cut within a character
+        text = content[: content.rfind(b"\n") + 1].decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error})")
+    # not str.splitlines: it also cuts at U+2028 and others, which JSON texts may hold
+    lines = text.split("\n")[:-1]
     head = _parse(path, 1, lines[0]) if lines else {}
     if head.get("format") != FORMAT:
         raise InputError(f"{path}: is no results file of peagle bench (no head line with format {FORMAT!r})")
@@ -155,8 +162,6 @@ def read_results(path: Path) -> ResultsFile:
     check_fields(f"{path}:1", "settings", head["settings"])
     results = ResultsFile(path, head["settings"])
     for number, line in enumerate(lines[1:], start=2):
-        if number == len(lines) and not line.endswith("\n"):
-            break  # the run was killed while writing it
         results._take(f"{path}:{number}", _parse(path, number, line))
     return results
 
@@ -179,8 +184,12 @@ def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         content = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{number}: not JSON ({error.msg})")
+        if HALF.search(line):
+            json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{path}:{number}: holds half a character (a surrogate without the other of its pair)")
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets as deep
+        raise InputError(f"{path}:{number}: not JSON ({getattr(error, 'msg', error)})")
     if not isinstance(content, dict):
         raise InputError(f"{path}:{number}: expected an object, got {type(content).__name__}")
     return content

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ def serving_metrics(run: Run) -> dict[str, Any]:
         "output_throughput": _rate(tokens_out, seconds),
         "total_token_throughput": _rate(tokens_in + tokens_out, seconds),
         "max_output_tokens_per_s": most_in_a_second(good),
-        "max_concurrent_requests": most_at_once(good),
+        "max_concurrent_requests": most_in_flight(good),
         # ours: how many requests were in flight on average, and what one user sees
         "mean_concurrency": _rate(sum(r.latency for r in good), seconds),
         "per_user_throughput": 1.0 / float(np.median(tpots)) if tpots and np.median(tpots) > 0 else None,
@@ -77,14 +77,16 @@ def request_lists(run: Run, detailed: bool) -> dict[str, list[Any]]:
     return lists
 
 
-def most_at_once(records: Sequence[Record]) -> int:
-    """The largest number of requests in flight at one moment."""
-    events = sorted([(r.start, 1) for r in records] + [(r.start + r.latency, -1) for r in records])
-    most = now = 0
-    for _, change in events:
-        now += change
-        most = max(most, now)
-    return most
+def most_in_flight(records: Sequence[Record]) -> int:
+    """vLLM's `max_concurrent_requests`: how many requests were in flight at some time of a second, in the second of the
+    most, by whole seconds from the first request's start. Short requests that follow each other in one second all
+    count, so it may be above the concurrency."""
+    seconds: Counter[int] = Counter()
+    first = min((record.start for record in records), default=0.0)
+    for record in records:
+        begin = record.start - first
+        seconds.update(range(int(begin), int(begin + record.latency) + 1))
+    return max(seconds.values(), default=0)
 
 
 def most_in_a_second(records: Sequence[Record]) -> float | None:

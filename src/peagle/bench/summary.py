@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.bench.arms import METHODS, Setup
+from peagle.bench.student_t import level_and_power
+from peagle.engine.stats import SpecMetrics
 
-# Student's t at 97.5 % and at 80 %, by degrees of freedom: what a two-sided test at 5 % with a power of 80 % needs.
-_T = {2: (4.303, 1.061), 4: (2.776, 0.941), 6: (2.447, 0.906), 8: (2.306, 0.889), 10: (2.228, 0.879)}
-_T_MANY = (2.086, 0.860)
+# of an arm's draft counts; earlier versions did not have the last
+COUNTS = (
+    *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
+    *("accepted_per_pos", "drafts_per_pos", "reached_per_pos"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +97,13 @@ class Point:
         return sum(int(arm.get("completed") or 0) + int(arm.get("failed") or 0) for arm in self.arms)
 
     @property
-    def spec(self) -> dict[str, Any] | None:
+    def spec(self) -> SpecMetrics | None:
         """Draft counts of the repeats together; None without drafts."""
-        specs = [arm["spec"] for arm in self.counted if arm.get("spec") and arm["spec"]["num_drafts"]]
-        if not specs:
-            return None
-        depth = max(len(spec["accepted_per_pos"]) for spec in specs)
-        total: dict[str, Any] = {
-            name: sum(spec[name] for spec in specs)
-            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-        }
-        for name in ("accepted_per_pos", "drafts_per_pos"):
-            total[name] = [sum(s[name][i] for s in specs if i < len(s[name])) for i in range(depth)]
-        return total
+        total = SpecMetrics()
+        for arm in self.counted:
+            if arm.get("spec"):
+                total.merge(SpecMetrics(**{name: arm["spec"][name] for name in COUNTS if name in arm["spec"]}))
+        return total if total.num_drafts else None
 
     @property
     def acceptance_length(self) -> float | None:
@@ -113,7 +111,7 @@ class Point:
         spec = self.spec
         if spec is None:
             return self.median("spec_decode_acceptance_length")
-        return 1.0 + spec["num_accepted_tokens"] / spec["num_drafts"]
+        return spec.acceptance_length
 
     @property
     def joint_rates(self) -> list[float]:
@@ -121,10 +119,12 @@ class Point:
         if spec is None:
             return next((a["spec_decode_per_position_acceptance_rates"] for a in self.counted
                          if a.get("spec_decode_per_position_acceptance_rates")), [])  # fmt: skip
-        return [a / d if d else 0.0 for a, d in zip(spec["accepted_per_pos"], spec["drafts_per_pos"], strict=True)]
+        return spec.joint_rates
 
     @property
     def conditional_rates(self) -> list[float]:
+        if (spec := self.spec) is not None:
+            return spec.conditional_rates
         joint = self.joint_rates
         return [now / before if before else 0.0 for now, before in zip(joint, [1.0, *joint], strict=False)]
 
@@ -158,7 +158,7 @@ class Ratio:
         if n < 2:
             return None
         variances = [(statistics.stdev(p.rates) / statistics.mean(p.rates)) ** 2 for p in (self.a, self.b)]
-        level, power = _T.get(2 * (n - 1), _T_MANY)
+        level, power = level_and_power(2 * (n - 1))
         return (level + power) * math.sqrt(sum(variances) / n)
 
     @property

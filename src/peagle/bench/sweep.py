@@ -129,6 +129,7 @@ class Sweep:
             run = backend.run(questions, arm.concurrency, self.screen.request, limit=conversations)
         finally:
             self.screen.end()
+        notes += run.notes
         line = arm_content(arm, conversations, run, options.detailed)
         line |= {"model_id": backend.facts.get("model"), "tokenizer_id": backend.facts.get("tokenizer")}
         line |= {"command": backend.command, "facts": backend.facts, "notes": notes}

@@ -162,7 +162,7 @@ def bench(
 
     if report:
         check_packages()
-    added = [arm for spec in add or () for arm in read_vllm_results(spec)]
+    added = read_vllm_results(add or ())
     if report_only:
         results = read_results(output / "results.jsonl")
         if server_commands is not None:
@@ -172,7 +172,7 @@ def bench(
         typer.echo(write_report(results, added, output))
         return
 
-    from peagle.bench.arms import ENGINES, METHODS, parse_endpoint, parse_names, parse_numbers, plan_setups
+    from peagle.bench.arms import ENGINES, METHODS, parse_endpoint, parse_names, parse_numbers, plain_first, plan_setups
     from peagle.bench.backends import RunSettings
     from peagle.bench.bench_run import Plan, check_plan, not_measured, run_plan
     from peagle.bench.load_client import Sampling
@@ -181,7 +181,7 @@ def bench(
     from peagle.bench.workloads import load_workloads
     from peagle.target.text import read_target_text
 
-    given = [parse_endpoint(text) for text in endpoint or ()]
+    given = plain_first([parse_endpoint(text) for text in endpoint or ()])
     check_names(given)
     engines = parse_names(engine, "--engine", ENGINES) if engine else [] if given else ["peagle"]
     if not engines:

@@ -47,10 +47,11 @@ def read_server(url: str, api_key: str | None = None) -> ServerFacts:
         models: list[dict[str, Any]] = response.json()["data"]
         first = models[0]
         name = str(first["id"])
-    except (ValueError, KeyError, IndexError, TypeError):
+        length = first.get("max_model_len")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise InputError(f"endpoint {url}: /v1/models names no model: {response.text.strip()[:300]}")
-    length = first.get("max_model_len")
-    return ServerFacts(name, int(length) if length else None, read_version(url, api_key))
+    is_length = isinstance(length, int) and not isinstance(length, bool) and length > 0
+    return ServerFacts(name, length if is_length else None, read_version(url, api_key))
 
 
 def read_version(url: str, api_key: str | None = None) -> str | None:
@@ -58,5 +59,5 @@ def read_version(url: str, api_key: str | None = None) -> str | None:
     try:
         response = httpx.get(f"{url}/version", headers=key_headers(api_key), timeout=ASK_SECONDS, trust_env=False)
         return str(response.json()["version"]) if response.status_code == 200 else None
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
         return None

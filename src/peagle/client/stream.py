@@ -51,8 +51,8 @@ def parse_chunk(data: str) -> dict[str, Any]:
     """One event's JSON. Raises StreamError, also for an error that the server sends in the stream."""
     try:
         chunk = json.loads(data)
-    except json.JSONDecodeError as error:
-        raise StreamError(f"an event is no JSON ({error.msg}): {data[:200]}")
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets as deep
+        raise StreamError(f"an event is no JSON ({getattr(error, 'msg', error)}): {data[:200]}")
     if not isinstance(chunk, dict):
         raise StreamError(f"an event is no object: {data[:200]}")
     if chunk.get("error") is not None or chunk.get("object") == "error":
@@ -62,3 +62,17 @@ def parse_chunk(data: str) -> dict[str, Any]:
         code = said.get("code")
         raise StreamError(str(said.get("message", said)), code if isinstance(code, int) else None)
     return chunk
+
+
+def joined_text(text: str) -> str:
+    """An answer's text with its characters whole: JSON may bring the two halves of one (surrogates) as escapes of their
+    own, in chunks of their own. Raises StreamError for a half without the other."""
+    try:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        raise StreamError("the text holds half a character (a surrogate without the other of its pair)")
+
+
+def printable_text(text: str) -> str:
+    """As `joined_text`, with U+FFFD for a half without the other: for what is shown and kept, whatever it is."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
