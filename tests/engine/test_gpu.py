@@ -79,9 +79,10 @@ def test_seeded_tokens_depend_on_nothing_else(gpu_target: Target) -> None:
         assert_same(gpu_target, prompt, one.output_token_ids, other.output_token_ids)
 
 
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
-def test_captured_steps_equal_eager_ones(gpu_target: Target, kind: str, k: int) -> None:
+def test_captured_steps_equal_eager_ones(gpu_target: Target, kind: str, k: int, window: int | None) -> None:
     """The head's own drafts, greedy and sampled: same tokens, same acceptance, all graphs recorded beforehand."""
     params = [
         SamplingParams(max_tokens=ANSWER - 2 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
@@ -90,7 +91,7 @@ def test_captured_steps_equal_eager_ones(gpu_target: Target, kind: str, k: int) 
     drafter = head(gpu_target, kind)
     results = []
     for eager in (True, False):
-        engine = make_engine(gpu_target, drafter, k, block_size=4, enforce_eager=eager)
+        engine = make_engine(gpu_target, drafter, k, draft_window=window, block_size=4, enforce_eager=eager)
         engine.capture()
         requests = run(engine, SEQUENCES, params)
         results.append([(r.output_token_ids, r.metrics) for r in requests])
