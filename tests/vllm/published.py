@@ -218,12 +218,12 @@ def train_head(folder: Path, target: Path, name: str, *more: object, steps: int,
     run = folder / f"run-{len(list(folder.glob('run-*')))}"
     head = tiny(name)
     layout: Sequence[object] = more or (
-        "--kind", "p-eagle", "--layers", LAYERS, "--k-train", head.k_train, "--mask-token-id", MASK,
+        "--kind", "p-eagle", "--layers", LAYERS, "--k-train", head.k_train, "--mask-token-id", MASK, "--keep-rate", 1,
         "--intermediate-size", 4 * head.hidden, "--train-embeddings", "--train-lm-head",
     )  # fmt: skip
     call(
         "train", target, answers, "-o", run, *layout, "--max-steps", steps, "--optimizer", "muon", "--lr", "3e-2",
-        "--keep-rate", 1, "--pack-length", 512, "--packs-per-step", 1, "--device", "cpu", "--no-tensorboard",
+        "--pack-length", 512, "--packs-per-step", 1, "--device", "cpu", "--no-tensorboard",
     )  # fmt: skip
     return run / "head"
 
