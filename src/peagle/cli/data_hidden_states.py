@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from peagle.cli.data_sigterm import ends_on_sigterm
+from peagle.cli.device_map_flag import TargetDeviceMap
 from peagle.cli.json_flag import json_object
 from peagle.errors import InputError
 
@@ -28,13 +29,7 @@ def hidden_states(
     shard_gib: Annotated[float, typer.Option(help="Size of a shard file.")] = 2.0,
     dtype: Annotated[str, typer.Option(help="The target's: auto (its own on a GPU), float32 or bfloat16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
-    target_device_map: Annotated[
-        str | None,
-        typer.Option(
-            help="Spread the target over this process's GPUs: auto, balanced, balanced_low_0, sequential, or a JSON "
-            "object from modules to devices."
-        ),
-    ] = None,
+    target_device_map: TargetDeviceMap = None,
     engine: Annotated[str, typer.Option(help="peagle (the target in this process), or vllm.")] = "peagle",
     vllm_python: Annotated[
         str, typer.Option(help="The Python of the environment that vLLM is installed in.", show_default="this Python")

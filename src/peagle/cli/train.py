@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from peagle.cli.device_map_flag import TargetDeviceMap
 from peagle.config.training import TrainConfig
 from peagle.errors import InputError
 
@@ -125,13 +126,7 @@ def train(
     parallel: Annotated[
         str | None, typer.Option(help="Under torchrun: ddp (default), or fsdp, which shards a large head.")
     ] = None,
-    target_device_map: Annotated[
-        str | None,
-        typer.Option(
-            help="Spread the target over this process's GPUs: auto, balanced, balanced_low_0, sequential, or a JSON "
-            "object from modules to devices."
-        ),
-    ] = None,
+    target_device_map: TargetDeviceMap = None,
     activation_checkpointing: Annotated[
         bool | None, typer.Option(help="Compute the head's layers again in the backward: less memory, slower [no].")
     ] = None,
