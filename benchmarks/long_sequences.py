@@ -87,6 +87,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--chunk-size", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=1, help="measured steps a length (3 up to 8192 tokens)")
     parser.add_argument("--seconds", type=float, default=540, help="start nothing new after so many")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="rows of `lengths` under `checkpointed`")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--beside", type=Path, help="results.json of long_beside.py, for the plot")
@@ -101,6 +102,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     results |= facts(shape, device)
     late = lambda: time.monotonic() - began > args.seconds  # noqa: E731
     training = Training(shape, device)
+    training.copy.compute.checkpoint_layers = args.activation_checkpointing
+    lengths = "checkpointed" if args.activation_checkpointing else "lengths"
     count = sum(p.numel() for p in training.parameters)
     results["trained_parameters"] = count
     print(
@@ -111,7 +114,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             results["matmul_flops"] = matmul_rate(device, 8192 if device.type == "cuda" else 256)
             print(f"bf16 matmul: {results['matmul_flops'] / 1e12:.1f} TFLOP/s")
         elif part == "lengths":
-            results["lengths"] = []
+            results[lengths] = []
             for n in (int(text) for text in args.lengths.split(",")):
                 if late():
                     print(f"N = {n}: not reached in {args.seconds:g} s")
@@ -119,8 +122,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 times = max(args.steps, 3 if n <= 8192 else 1)
                 row = until_it_fails(device, n, lambda n=n, t=times: partition(training, n, args.chunk_size, t))
                 training.forget()
-                results["lengths"].append(row)
-                show("partition", row)
+                results[lengths].append(row)
+                show("partition" + ", checkpointed" * args.activation_checkpointing, row)
                 write(file, results)
         elif part == "attention" and not late():
             results["attention"] = attention_alone(training, args.attention_length, 10 if device.type == "cuda" else 1)
