@@ -50,7 +50,7 @@ both() { # METHOD K
   start ours "$1" "$2" "$port" $peagle serve "$target" --num-kv-blocks 9000 "${flags[@]}"
   # shellcheck disable=SC2086
   start stock-vllm "$1" "$2" $((port + 1)) $vllm serve "$target" --kv-cache-memory-bytes 3500000000 \
-    --gpu-memory-utilization 0.5 --async-scheduling "${flags[@]}"
+    --gpu-memory-utilization 0.3 --async-scheduling "${flags[@]}"
   endpoints+=("http://localhost:$port,name=ours,method=$1,k=$2,model=target,api=completions")
   endpoints+=("http://localhost:$((port + 1)),name=stock-vllm,method=$1,k=$2,model=target,api=completions")
   port=$((port + 2))
@@ -59,7 +59,13 @@ both none 0
 for k in ${KS-3 5 7}; do both p-eagle "$k"; done
 for k in ${KS-3 5 7}; do both eagle3 "$k"; done
 for ((p = 9000; p < port; p++)); do
-  for _ in $(seq 300); do curl -sf -o /dev/null "localhost:$p/health" && break; sleep 1; done
+  for _ in $(seq 300); do
+    curl -sf -o /dev/null "localhost:$p/health" && break
+    for pid in "${pids[@]}"; do
+      kill -0 "$pid" 2>/dev/null || { echo "a server ended: $(tail -n 1 "$output"/server-*.log)" >&2; exit 1; }
+    done
+    sleep 1
+  done
   curl -sf -o /dev/null "localhost:$p/health" || { echo "port $p: no server (see $output/server-*.log)" >&2; exit 1; }
 done
 python3 -c 'import json, sys; print(json.dumps(dict(zip(sys.argv[1::2], sys.argv[2::2])), indent=2))' "${started[@]}" \

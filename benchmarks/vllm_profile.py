@@ -93,7 +93,7 @@ def main() -> None:
     llm = vllm.LLM(
         model=args.target, dtype="bfloat16" if cuda else "float32", max_model_len=2048, max_num_seqs=64, seed=0,
         speculative_config=speculative, async_scheduling=False, enable_prefix_caching=False,
-        kv_cache_memory_bytes=3_500_000_000 if cuda else 1_000_000_000, gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=3_500_000_000 if cuda else 1_000_000_000, gpu_memory_utilization=0.05,
     )  # fmt: skip
     steps = 0
     plain_step = llm.llm_engine.step
