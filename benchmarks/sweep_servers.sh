@@ -39,7 +39,7 @@ start() { # ENGINE METHOD K PORT COMMAND..
     --stream-interval 20 --no-enable-prefix-caching
   "$@" >"$output/server-$name.log" 2>&1 &
   pids+=($!)
-  started+=("$label" "${*@Q}")
+  started+=("$label" "$(python3 -c 'import shlex, sys; print(shlex.join(sys.argv[1:]))' "$@")")
 }
 endpoints=()
 port=9000

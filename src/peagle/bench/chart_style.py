@@ -19,7 +19,7 @@ STYLE = {
     "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
     "axes.edgecolor": "#9aa0a8", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.grid": False,
-    "svg.hashsalt": "peagle",
+    "svg.hashsalt": "peagle", "svg.fonttype": "none",  # text stays text: a third of the size, and can be searched
 }  # fmt: skip
 
 
