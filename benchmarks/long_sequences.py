@@ -88,7 +88,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--chunk-size", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=1, help="measured steps a length (3 up to 8192 tokens)")
     parser.add_argument("--seconds", type=float, default=540, help="start nothing new after so many")
-    parser.add_argument("--activation-checkpointing", action="store_true", help="rows of `lengths` under `checkpointed`")
+    parser.add_argument(
+        "--activation-checkpointing", action="store_true", help="rows of `lengths` under `checkpointed`"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--beside", type=Path, help="results.json of long_beside.py, for the plot")

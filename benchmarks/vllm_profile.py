@@ -84,6 +84,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it would be compiled first
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
+
     import vllm
 
     speculative = {"method": "eagle3", "model": args.head, "num_speculative_tokens": args.k} if args.head else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,12 @@ from peagle.training.distributed import join, leave
 from peagle.training.trainer import train_on
 world, _ = join("cpu")
 real = trainer.train_step
-def step(plan, weights, target_states, state, *more):
+def step(plan, weights, target_states, state, *more, **named):
     if world.first and state.step == {killed_at}:
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(plan, weights, target_states, state, *more)
+    if not world.first and state.step == {stopped_at}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(plan, weights, target_states, state, *more, **named)
 trainer.train_step = step
 result = train_on(config(Path({output!r}), **{settings!r}), tiny_target(), listed_answers(40), world=world)
 leave()
@@ -47,18 +51,28 @@ sys.exit(0 if result.finished else 3)
 """
 
 
-def start(processes: int, output: Path, settings: dict[str, Any], killed_at: int = -1) -> list[subprocess.Popen[bytes]]:
-    """The processes of a run; killed_at: steps done when the first one is killed."""
+def start(
+    processes: int,
+    output: Path,
+    settings: dict[str, Any],
+    killed_at: int = -1,
+    stopped_at: int = -1,
+    folders: Sequence[str] = (),
+) -> list[subprocess.Popen[bytes]]:
+    """The processes of a run; killed_at: steps done when the first one is killed, stopped_at: when the others get
+    SIGTERM; folders: beside `output`, one for each process instead of it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here = Path(__file__).resolve().parents[1]
-    code = textwrap.dedent(CHILD).format(
-        paths=[str(here), str(here.parent / "src")], output=str(output), settings=settings, killed_at=killed_at
-    )
     children = []
     for rank in range(processes):
         of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+        folder = output.with_name(folders[rank]) if folders else output
+        code = textwrap.dedent(CHILD).format(
+            paths=[str(here), str(here.parent / "src")], output=str(folder), settings=settings, killed_at=killed_at,
+            stopped_at=stopped_at,
+        )  # fmt: skip
         env = dict(os.environ) | of_rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         children.append(
             subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
@@ -129,3 +143,32 @@ def test_killed_run_of_two_goes_on_as_two(tmp_path: Path) -> None:
     assert newest == "step-00000009"
     run_on(2, tmp_path / "two", settings)
     assert_same(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_step_is_given_up_when_one_is_told_to_stop(tmp_path: Path, parallel: str) -> None:
+    settings: dict[str, Any] = {
+        "max_steps": 12, "packs_per_step": 2, "chunk_size": 24, "lr": 2e-4, "log_every": 4, "parallel": parallel,
+    }  # fmt: skip
+    run_on(2, tmp_path / "whole", settings)
+    for child in start(2, tmp_path / "parts", settings, stopped_at=5):  # within the sixth step
+        error = child.communicate(timeout=120)[1]
+        assert child.returncode == 3, error.decode()[-3000:]
+    (checkpoint,) = (tmp_path / "parts" / "checkpoints").iterdir()
+    assert checkpoint.name == "step-00000005"
+    run_on(2, tmp_path / "parts", settings)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(parts[name], weight) for name, weight in whole.items())
+
+
+def test_processes_that_see_other_checkpoints_do_not_go_on(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 8, "packs_per_step": 2, "save_every": 4, "keep_checkpoints": 10}
+    run_on(2, tmp_path / "run", settings)
+    shutil.copytree(tmp_path / "run", tmp_path / "stale")
+    shutil.rmtree(tmp_path / "stale" / "checkpoints" / "step-00000008")
+    for child in start(2, tmp_path / "RANK", settings | {"max_steps": 12}, folders=("run", "stale")):
+        error = child.communicate(timeout=120)[1].decode()
+        assert child.returncode == 1
+        assert "expected one folder that every process sees as it is now" in error
+        assert "from 4 to 8" in error

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 from peagle.drafter import load_drafter
 from peagle.errors import InputError
 from peagle.target import Target
-from peagle.training import target_states
-from peagle.training.checkpoints import load_latest, save_checkpoint
+from peagle.training import target_states, trainer
+from peagle.training.checkpoints import checkpoint_folders, load_latest, save_checkpoint
 from peagle.training.identity import full_identity, same_target, target_identity
 from peagle.training.trainer import train_on
 
@@ -228,3 +229,40 @@ def test_auto_and_the_dtype_it_stands_for_are_one(tmp_path: Path) -> None:
     result = train_on(config(tmp_path, max_steps=3, dtype="float32"), target, answers, say=quiet)
     assert result is not None
     assert result.steps == 3
+
+
+def test_a_damaged_newer_checkpoint_does_not_push_out_the_one_just_written(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, {"step": step}, keep=2)
+    (tmp_path / "step-00000020" / "state.pt").write_bytes(b"torn")
+    save_checkpoint(tmp_path, 15, {"step": 15}, keep=1)
+    with pytest.warns(UserWarning, match="step-00000020 cannot be read and is passed over"):
+        saved = load_latest(tmp_path)
+    assert saved is not None
+    assert saved["step"] == 15
+
+
+def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save_checkpoint(tmp_path, step, {"step": step}, keep=2)
+    assert [path.name for path in checkpoint_folders(tmp_path)] == ["step-00000005", "step-00000004"]
+
+
+def test_a_longer_run_keeps_the_better_head_and_its_last_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([3.0, 1.5])
+    real = trainer.validate
+
+    def validate(*more: Any) -> Any:
+        return replace(real(*more), without_loops=next(found))
+
+    monkeypatch.setattr(trainer, "validate", validate)
+    run = config(tmp_path / "run", max_steps=4, validate_every=100)
+    train_on(run, tiny_target(), listed_answers(40), say=quiet)
+    best = (tmp_path / "run" / "best" / "model.safetensors").read_bytes()
+    run.max_steps = 8
+    train_on(run, tiny_target(), listed_answers(40), say=quiet)
+    assert (tmp_path / "run" / "best" / "model.safetensors").read_bytes() == best
+    lines = [line for line in metrics(tmp_path / "run") if "validation_loss" in line]
+    assert [line["step"] for line in lines] == [4, 8]

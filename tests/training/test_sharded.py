@@ -31,6 +31,20 @@ def test_shards_train_as_one(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(heads[1][name], weight, rtol=1e-2, atol=1e-6)  # bf16: a last place may differ
 
 
+@pytest.mark.parametrize("packs", [2, 3])
+def test_shards_in_bfloat16(tmp_path: Path, packs: int) -> None:
+    # one pack in one chunk a process; with three packs one process has two of them, and in the epoch's last step none
+    settings: dict[str, Any] = {"max_steps": 20, "packs_per_step": packs, "lr": 2e-4, "dtype": "bfloat16"}
+    train_on(config(tmp_path / "one", **settings), tiny_target(), listed_answers(40), say=quiet)
+    run_on(2, tmp_path / "two", settings | {"parallel": "fsdp"})
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        if "loss" in a:
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+    heads = [load_drafter(tmp_path / name / "head").state_dict() for name in ("one", "two")]
+    for name, weight in heads[0].items():
+        assert (heads[1][name] - weight).norm() <= 0.02 * weight.norm().clamp(min=1e-6), name
+
+
 @pytest.mark.slow
 def test_shards_go_on_as_one_and_back(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"packs_per_step": 2, "lr": 2e-4, "log_every": 2, "ema_decay": 0.9}

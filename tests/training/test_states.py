@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from peagle.data.shards import Answer, prepare_folder, write_shard
 from peagle.drafter import load_drafter
 from peagle.errors import InputError
 from peagle.target import Target
-from peagle.training import batches, target_states
+from peagle.training import batches, states, target_states
 from peagle.training import write_states as writing
 from peagle.training.state_cache import Placed
 from peagle.training.states import StoredStates
@@ -34,6 +35,7 @@ from peagle.work_folder import temporary_name
 from tests.conftest import VOCAB
 
 from .helpers import HIDDEN, listed_answers, tiny_target
+from .test_distributed import assert_same, run_on, start
 from .test_trainer import config, metrics, quiet
 
 LAYERS = (1, 2, 3)
@@ -172,6 +174,44 @@ def test_corrupt_shard_stops_or_is_skipped(tmp_path: Path) -> None:
     write(folder, target)
     with pytest.raises(InputError, match="data: fingerprint"):
         train_on(config(tmp_path / "skip", **settings | {"max_steps": 4}), target, listed_answers(40), say=quiet)
+
+
+def test_an_interrupted_look_at_the_shards_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, bf16_target())
+    read: list[str] = []
+
+    def file_digest(file: Path) -> str:
+        read.append(file.name)
+        if len(read) == 3:
+            raise KeyboardInterrupt
+        return real(file)
+
+    real = states.file_digest
+    monkeypatch.setattr(states, "file_digest", file_digest)
+    with pytest.raises(KeyboardInterrupt):
+        StoredStates(tmp_path).corrupt_shards()
+    assert StoredStates(tmp_path).corrupt_shards() == []
+    assert len(read) == len(StoredStates(tmp_path).plan.shards) + 1 > 4  # the third one alone is read twice
+    assert StoredStates(tmp_path).corrupt_shards() == []
+    assert len(read) == len(StoredStates(tmp_path).plan.shards) + 1
+    assert [path.name for path in tmp_path.glob("verified.json*")] == ["verified.json"]
+
+
+def test_processes_share_the_look_at_the_shards(tmp_path: Path) -> None:
+    write(tmp_path / "states", tiny_target())
+    settings: dict[str, Any] = {"max_steps": 4, "packs_per_step": 2, "lr": 2e-4}
+    settings["hidden_states"] = str(tmp_path / "states")
+    train_on(config(tmp_path / "one", **settings), tiny_target(), listed_answers(40), say=quiet)
+    (tmp_path / "states" / "verified.json").unlink()
+    run_on(2, tmp_path / "two", settings)
+    assert_same(tmp_path / "one", tmp_path / "two")
+    known = json.loads((tmp_path / "states" / "verified.json").read_text())
+    assert len(known) == len(StoredStates(tmp_path / "states").plan.shards)
+    name = damage(tmp_path / "states", 1)
+    for child in start(2, tmp_path / "stop", settings):
+        error = child.communicate(timeout=120)[1].decode()
+        assert child.returncode == 1
+        assert f"{name}, with" in error
 
 
 def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write `state` as folder/step-NNNNNNNN, then drop all but the newest `keep`. Raises InputError on a full disk."""
+    """Write `state` as folder/step-NNNNNNNN, then drop all but it and the `keep` - 1 before it. Raises InputError on a
+    full disk."""
     final = folder / f"step-{step:08d}"
     work: Path | None = None
     try:
@@ -44,7 +45,8 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
     finally:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)
-    for old in checkpoint_folders(folder)[keep:]:
+    # newer ones were passed over as damaged when the run went on; they must not push out what can be read
+    for old in [path for path in checkpoint_folders(folder) if path.name <= final.name][keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 

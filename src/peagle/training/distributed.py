@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from peagle.errors import InputError
+
+PATIENT = datetime.timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,20 @@ class World:
         dist.all_reduce(tensor)
         return float(tensor)
 
+    @contextmanager
+    def patient(self) -> Iterator[Callable[[Tensor], None]]:
+        """For work that takes some processes hours longer than others: gives what sums a tensor on the host over the
+        processes, in place, once all have come to it."""
+        if self.size == 1:
+            yield lambda _tensor: None
+            return
+        # a group of its own: the time limit of the other one is for processes that hang in the middle of a run
+        group = dist.new_group(backend="gloo", timeout=PATIENT)
+        try:
+            yield lambda tensor: dist.all_reduce(tensor, group=group)
+        finally:
+            dist.destroy_process_group(group)
+
     def same_weights(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give every process the first one's weights."""
         if self.size > 1:
@@ -77,6 +94,9 @@ class World:
             gradient.copy_(flat[at : at + gradient.numel()].view_as(gradient))
             at += gradient.numel()
         return flat[at].to(loss.dtype)
+
+
+ALONE = World()
 
 
 def join(device: str) -> tuple[World, str]:

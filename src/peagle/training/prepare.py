@@ -11,6 +11,7 @@ import numpy as np
 
 from peagle.config.training import TrainConfig
 from peagle.drafter.model import Drafter
+from peagle.errors import InputError
 from peagle.target.model import Target
 from peagle.training.distributed import World
 from peagle.training.draft_vocab import DraftVocab, choose_draft_vocab
@@ -18,6 +19,7 @@ from peagle.training.facts import description
 from peagle.training.identity import full_identity
 from peagle.training.init import choose_mask_token, new_drafter
 from peagle.training.init_from_head import mask_token_of
+from peagle.training.memory import fits
 from peagle.training.plan import Plan, compute_dtype, make_plan
 from peagle.training.resume import Sources, load_run, restore
 from peagle.training.scan import Answers, Scan, scan_answers
@@ -52,6 +54,7 @@ def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable
     computed = f"head in {compute_dtype(config, target)}, target in {target.dtype}".replace("torch.", "")
     sources = Sources(data, full_identity(target), states_name(stored), computed)
     saved = load_run(config, sources)
+    _same_step(0 if saved is None else saved["step"], config, world)
 
     scan = scan_answers(answers, config.pack_length, target.vocab_size).without(left_out)
     say(f"data: {scan.summary()}")
@@ -72,7 +75,8 @@ def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable
 
     sizes = {} if saved is None else saved.get("sizes", {})
     plan = make_plan(config, target, answers, scan, head, vocab, world, stored=stored is not None, sizes=sizes)
-    weights = make_weights(plan, drafter, target)
+    with fits("layers: weights and gradients of the head", "lower --layers, or use several GPUs with --parallel fsdp"):
+        weights = make_weights(plan, drafter, target)
     cache = StateCache(int(config.state_cache_gib * 2**30), int(plan.schedule.lengths.sum()))
     layers = head.aux_hidden_state_layer_ids
     target_states = TargetStates(target, stored, cache, layers, config.pack_length, plan.dtype)
@@ -90,6 +94,16 @@ def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable
     return Run(sources, plan, target_states, weights, state, counts)
 
 
+def _same_step(step: int, config: TrainConfig, world: World) -> None:
+    """Raises InputError unless all processes have read the same checkpoint; they would train different weights."""
+    last, first = world.agree([float(step), -float(step)])
+    if last != -first:
+        raise InputError(
+            f"output: process {world.rank} goes on from step {step} of {config.output}, others from {-first:.0f} to "
+            f"{last:.0f}, expected one folder that every process sees as it is now"
+        )
+
+
 def _first_head(
     config: TrainConfig, target: Target, answers: Answers, scan: Scan, say: Callable[[str], None]
 ) -> tuple[Drafter, DraftVocab | None]:
@@ -104,7 +118,14 @@ def _first_head(
         kept = f"{config.draft_vocab_size} of {target.vocab_size} ids"
         say(f"draft vocabulary: {kept}, {vocab.coverage:.2%} of the answers' tokens")
     drafter, remarks = new_drafter(config, target, mask_token, vocab)
-    drafter.config = replace(drafter.config, max_train_length=int(scan.lengths.max()))
+    longest = int(scan.lengths.max())
+    if drafter.config.max_position_embeddings < longest:
+        raise InputError(
+            f"max_position_embeddings: the head would have {drafter.config.max_position_embeddings}, expected at least "
+            f"{longest}, the longest training document; give --max-position-embeddings {longest}, or cut documents "
+            "with a lower --pack-length"
+        )
+    drafter.config = replace(drafter.config, max_train_length=longest)
     for remark in remarks:
         say(remark)
     return drafter, vocab

@@ -63,20 +63,25 @@ class ShardedDrafter:
     def collect(self) -> None:
         """Sum the gradients of all chunks over the processes, each keeping its shard; every process calls it."""
         module = self._module
+        # weights used before the drafter's own forward (`fc`, `mask_hidden`) get their gradient after FSDP has taken
+        # the others' into the dtype that it sums in; one pass more takes these too, for all must have one dtype
+        self._pass_of_zeros()
         module.set_requires_gradient_sync(True)
-        config = self.compute.config
-        device = self.compute.fc.weight.device
-        row = torch.zeros(1, config.hidden_size, dtype=self.dtype, device=device)
+        self._pass_of_zeros()
+        module.set_requires_gradient_sync(False)
+        module.reshard()
+
+    def _pass_of_zeros(self) -> None:
+        """A pass whose gradient is 0, which brings FSDP to its end; each weight takes part, used by a row or not."""
+        device, hidden_size = self.compute.fc.weight.device, self.compute.config.hidden_size
+        row = torch.zeros(1, hidden_size, dtype=self.dtype, device=device)
         position = torch.zeros(1, dtype=torch.int64, device=device)
-        # a pass whose gradient is 0 brings FSDP to its end; each weight takes part, whether a row used it or not
         normed, _ = self.compute(row, row, position, lambda _layer, q, _k, _v: q)
         nothing = normed.sum() * 0.0
         for parameter in self.compute.parameters():
             if parameter.requires_grad:
                 nothing = nothing + parameter.flatten()[:1].sum() * 0.0
         nothing.backward()
-        module.set_requires_gradient_sync(False)
-        module.reshard()
 
     def forget(self) -> None:
         """Drop the gradients of a trial."""

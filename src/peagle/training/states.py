@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from peagle.data.shards import replacing
 from peagle.errors import InputError
-from peagle.training.distributed import World
+from peagle.training.distributed import ALONE, World
 from peagle.training.fp8 import from_fp8
 from peagle.training.identity import same_target
 from peagle.training.state_cache import Placed
@@ -91,25 +93,48 @@ class StoredStates:
                 "`peagle data hidden-states` again with the same arguments, it goes on"
             )
 
-    def corrupt_shards(self) -> list[int]:
+    def corrupt_shards(self, world: World = ALONE) -> list[int]:
         """Shards whose contents are not what was written. Those that were right before and are untouched are not read
-        again."""
+        again; the others are read by all processes in shares (each calls this), and noted down one by one."""
+        corrupt = torch.zeros(len(self.plan.shards), dtype=torch.int64)
+        known = self._verified()
+        with world.patient() as add_up:
+            for i in range(world.rank, len(corrupt), world.size):
+                corrupt[i] = not self._is_right(i, known)
+            add_up(corrupt)
+        if world.first:  # one note of all shards again
+            notes = sorted(self.folder.glob(f"{VERIFIED_FILE}*"))
+            with suppress(InputError, OSError), replacing(self.folder / VERIFIED_FILE) as work:
+                work.write_text(json.dumps(self._verified()))
+            for note in notes:
+                if note.name != VERIFIED_FILE:
+                    with suppress(OSError):
+                        note.unlink()
+        return corrupt.nonzero().flatten().tolist()
+
+    def _verified(self) -> dict[str, Any]:
+        """By file name, size, time and digest of the shards that were right when they were read."""
         known: dict[str, Any] = {}
-        stamp = self.folder / VERIFIED_FILE
-        with suppress(OSError, json.JSONDecodeError, UnicodeDecodeError):
-            known = json.loads(stamp.read_text())
-        right, corrupt = {}, []
-        for i in range(len(self.plan.shards)):
-            file = self.plan.file(self.folder, i)
-            facts = [file.stat().st_size, file.stat().st_mtime_ns, written_digest(file)]
-            if known.get(file.name) == facts or file_digest(file) == facts[2]:
-                right[file.name] = facts
-            else:
-                corrupt.append(i)
-        if right != known:
-            with suppress(InputError), replacing(stamp) as work:  # a folder that cannot be written is read every time
-                work.write_text(json.dumps(right))
-        return corrupt
+        for note in sorted(self.folder.glob(f"{VERIFIED_FILE}*")):
+            with suppress(OSError, ValueError):
+                for line in note.read_text().splitlines():
+                    known |= json.loads(line)
+        return known
+
+    def _is_right(self, shard: int, known: Mapping[str, Any]) -> bool:
+        file = self.plan.file(self.folder, shard)
+        facts = [file.stat().st_size, file.stat().st_mtime_ns, written_digest(file)]
+        if known.get(file.name) == facts:
+            return True
+        if file_digest(file) != facts[2]:
+            return False
+        # a file a process, so that none writes another's; a folder that cannot be written is read every time
+        with (
+            suppress(OSError),
+            open(self.folder / f"{VERIFIED_FILE}.{socket.gethostname()}-{os.getpid()}", "a") as note,
+        ):
+            note.write(json.dumps({file.name: facts}) + "\n")
+        return True
 
     def documents(self, shards: Sequence[int]) -> list[int]:
         return [document for shard in shards for document in self.plan.shards[shard]]
@@ -173,11 +198,7 @@ def open_states(
     """
     states = StoredStates(folder)
     states.check_finished()
-    corrupt: list[int] = []
-    for rank in (True, False):  # one process reads everything, the others what it has noted down
-        if world.first == rank:
-            corrupt = states.corrupt_shards()
-        world.agree([0.0])
+    corrupt = states.corrupt_shards(world)
     if not corrupt:
         return states, []
     names = ", ".join(states.plan.file(folder, i).name for i in corrupt)

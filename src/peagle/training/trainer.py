@@ -19,11 +19,12 @@ from peagle.target.loading import load_target, parse_device
 from peagle.target.model import Target
 from peagle.target.sharding import check_alone_on_host
 from peagle.training.answers import open_answers
-from peagle.training.distributed import World, join, leave
+from peagle.training.distributed import ALONE, World, join, leave
 from peagle.training.estimate import estimate
 from peagle.training.facts import run_facts
 from peagle.training.learning_rate import learning_rate_factor
 from peagle.training.logs import MetricsLog, write_json
+from peagle.training.memory import fits
 from peagle.training.plots import plot_run
 from peagle.training.prefetch import prefetch
 from peagle.training.prepare import Run, prepare
@@ -36,8 +37,6 @@ from peagle.training.step import train_step
 from peagle.training.train_state import log_values
 from peagle.training.validate import Validation, validate
 from peagle.training.weights import write_head
-
-ALONE = World()
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,11 @@ def train(config: TrainConfig, dry_run: bool = False, say: Callable[[str], None]
         layers: Literal["device", "host", "none"] = "device"
         if config.hidden_states is not None:
             layers = "host" if config.init == "target" else "none"
-        target = load_target(
-            config.target, config.dtype, torch.device(device), layers=layers, device_map=config.target_device_map
-        )
+        spread = "give it several GPUs with --target-device-map, or keep its states first (--hidden-states)"
+        with fits(f"target: {config.target}", spread):
+            target = load_target(
+                config.target, config.dtype, torch.device(device), layers=layers, device_map=config.target_device_map
+            )
         if target.tokenizer is not None:
             answers.check_target(target.tokenizer, target.vocab_size)
         return train_on(config, target, answers, dry_run, say, world)
@@ -89,6 +90,8 @@ def train_on(
     """`train` with a target and answers that are already open."""
     if not world.first:
         say = _say_nothing
+    for name in ("head", "best"):
+        check_heads_config(Path(config.output) / name)  # before the work that would be lost
     run = prepare(config, target, answers, say, world)
     try:
         if dry_run:
@@ -104,8 +107,6 @@ def _train(run: Run, say: Callable[[str], None]) -> TrainResult:
     """Train to the end of the run, or until SIGTERM or SIGINT asks for a checkpoint and an end."""
     plan, weights, target_states, state = run.plan, run.weights, run.target_states, run.state
     config, world, folder = plan.config, plan.world, Path(plan.config.output)
-    for name in ("head", "best"):
-        check_heads_config(folder / name)  # before the work that would be lost
     world.agree([0.0])  # all have read the folder before the first one writes there
     log: MetricsLog | None = None
     try:
@@ -141,7 +142,10 @@ def _train(run: Run, say: Callable[[str], None]) -> TrainResult:
                 if batch is None:
                     break
                 lr = config.lr * learning_rate_factor(state.step, progress, warmup, config.min_lr_ratio, decay)
-                norm = train_step(plan, weights, target_states, state, batch, lr)
+                norm = train_step(plan, weights, target_states, state, batch, lr, stop=stop.is_set)
+                if norm is None:
+                    stopped = 1.0
+                    break
                 state.step += 1
                 state.documents += batch.documents
                 state.tokens += batch.tokens
@@ -164,6 +168,7 @@ def _train(run: Run, say: Callable[[str], None]) -> TrainResult:
                 return TrainResult(state.step, False, None, state.validation)
             if plan.validation and state.validated_at != state.step:
                 _validate(run, log)
+                save_run(plan, run.sources, weights, state)  # a higher limit goes on from its figures, too
     finally:
         batches.close()
         if log is not None:
@@ -180,7 +185,8 @@ def _validate(run: Run, log: MetricsLog | None) -> None:
     """Validate the weights that a head would be written with; the best one so far is written."""
     plan, weights, target_states, state = run.plan, run.weights, run.target_states, run.state
     paused = time.monotonic()
-    with weights.as_written():
+    what = f"validation_documents: validation with chunks of {plan.sizes.chunk_size} anchors"
+    with weights.as_written(), fits(what, "lower --chunk-size first, then --loss-rows"):
         found = validate(
             weights.copy.compute,
             target_states.target,

@@ -37,6 +37,12 @@ class Weights:
     average: WeightAverage | None
     fused: bool  # layers run compiled; what proves the attention may give it up
 
+    def forget_gradients(self) -> None:
+        """Drop what a step that is not finished has left; every process calls it."""
+        if self.sharded is not None:
+            self.sharded.forget()
+        self.optimizer.zero_grad()
+
     @contextmanager
     def as_written(self) -> Iterator[None]:
         """Within, the weights that a head is written with: the moving average where there is one."""
