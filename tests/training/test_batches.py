@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from peagle.training.batches import BatchMaker
@@ -52,3 +53,23 @@ def test_chunks_hold_the_rows_of_the_whole() -> None:
         key = lambda rows, of=field: sorted(zip(of(rows).tolist(), rows.anchor.tolist(), strict=True))  # noqa: E731
         assert sorted(x for part in parts for x in key(part.loss)) == key(whole.loss)
     assert len(whole.loss.positions) < whole.loss.count / 2, "rows share teachers"
+
+
+def test_a_process_opens_its_own_documents_alone() -> None:
+    answers = listed_answers(20)
+    lengths = np.array([min(len(answers[i].input_ids), 64) for i in range(20)])
+    packs = [[document] for document in range(7)]
+    opened: list[int] = []
+
+    class Noted(ListedAnswers):
+        def __getitem__(self, document: int) -> object:
+            opened.append(document)
+            return answers[document]
+
+    whole = maker(answers).make(3, packs, stream=0)
+    shares = [
+        maker(Noted(answers.examples), lengths=lengths, rank=rank, world=2).make(3, packs, stream=0) for rank in (0, 1)
+    ]
+    assert sorted(opened) == list(range(7))
+    assert [share.tokens for share in shares] == [whole.tokens] * 2
+    assert sum(share.rows for share in shares) == whole.rows

@@ -69,6 +69,7 @@ class BatchMaker:
     encode_overhead: int  # what one more call costs, in tokens
     encode_multiple: int = 1  # padded lengths are multiples of it
     stored: bool = False  # states are read from files: the target is given nothing to read
+    lengths: np.ndarray | None = None  # by document, after truncation; None: the answers are opened for them
     rank: int = 0  # takes the packs rank, rank + world, .. of a step
     world: int = 1
 
@@ -83,7 +84,7 @@ class BatchMaker:
         loops = np.zeros((len(packs), n), dtype=bool) if find_loops else None
         for number, documents in enumerate(packs):
             if number % self.world != self.rank:
-                tokens_total += sum(min(len(self.answers[document].input_ids), n) for document in documents)
+                tokens_total += sum(self._length(document) for document in documents)
                 continue
             place = n * len(chunks)
             tokens, doc_ids = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
@@ -146,6 +147,11 @@ class BatchMaker:
             weight=weight,
             repeating=None if loops is None else torch.from_numpy(loops),
         )
+
+    def _length(self, document: int) -> int:
+        if self.lengths is not None:  # another process's document: opening it would decode a shard for one number
+            return int(self.lengths[document])
+        return min(len(self.answers[document].input_ids), self.pack_length)
 
 
 def _mix(*numbers: int) -> int:

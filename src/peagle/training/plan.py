@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,7 +78,10 @@ def make_plan(
 
     chosen = choose_sizes(config, head, device, dtype, backend, sizes)
     draft_ids = None if vocab is None else vocab.draft_ids()
+    lengths = np.zeros(int(scan.documents.max()) + 1, dtype=np.int64)
+    lengths[scan.documents] = scan.lengths
     maker = _batch_maker(config, target, answers, head, draft_ids, backend, chosen, world, stored)
+    maker = replace(maker, lengths=lengths)
     training, held = split_validation(scan, config.validation_documents, config.seed)
     schedule = Schedule(
         scan.documents[training], scan.lengths[training], config.pack_length, config.packs_per_step, config.seed
