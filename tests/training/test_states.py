@@ -89,7 +89,11 @@ def test_states_are_read_ahead_of_their_step(tmp_path: Path, monkeypatch: pytest
     settings: dict[str, Any] = {"hidden_states": str(tmp_path / "states"), "validation_documents": 0, "max_steps": 4}
     train_on(config(tmp_path / "ahead", **settings), target, listed_answers(40), say=quiet)
     assert set(threads) == {"batches"}
-    monkeypatch.setattr(target_states, "AHEAD_BYTES", 1)
+    # a sixteenth of the host's memory, shared by the processes of a machine
+    monkeypatch.setattr(target_states, "host_memory", lambda: 64 << 20)
+    assert target_states.ahead_bytes() == 4 << 20
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(4 << 20))
+    assert target_states.ahead_bytes() == 1
     threads.clear()
     train_on(config(tmp_path / "own", **settings), target, listed_answers(40), say=quiet)
     assert set(threads) == {threading.main_thread().name}, "too large to be held several steps ahead"

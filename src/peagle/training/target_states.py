@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from peagle.engine.memory import host_memory
 from peagle.target.model import Target
 from peagle.training.batches import StepBatch
 from peagle.training.encode import encode_packs
@@ -14,8 +16,16 @@ from peagle.training.memory import fits
 from peagle.training.state_cache import StateCache
 from peagle.training.states import StoredStates
 
+FALLBACK_HOST = 16 << 30  # where the system does not say
 ENCODE_BYTES = 2 << 30  # auxiliary and hidden states of the packs that are encoded together
-AHEAD_BYTES = 1 << 30  # stored states of a step that are read before it is its turn; up to four steps are on the host
+AHEAD_SHARE = 16  # of the host's free memory, for one step's stored states; up to four steps are there before their turn
+
+
+def ahead_bytes() -> int:
+    """Most bytes of a step's stored states that a process reads ahead: all of a machine's take a quarter of its free
+    memory together. A pack of 131,072 tokens of a target with hidden size 4,096 is 4 GiB."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (host_memory() or FALLBACK_HOST) // AHEAD_SHARE // processes
 
 
 def states_name(stored: StoredStates | None) -> str:
@@ -54,7 +64,7 @@ class TargetStates:
     def read_ahead(self, batch: StepBatch) -> StepBatch:
         """The batch with the stored states of its documents on the host, for another thread to make; as it is where
         they are not stored or too large to be held several steps ahead."""
-        if self.stored is None or self._bytes(batch) > AHEAD_BYTES:
+        if self.stored is None or self._bytes(batch) > ahead_bytes():
             return batch
         wanted = [item for item in batch.placed if item.document not in self.cache.starts]
         return replace(batch, stored={i.document: self.stored.document(i.document, i.length) for i in wanted})
