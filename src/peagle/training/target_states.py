@@ -18,7 +18,7 @@ from peagle.training.states import StoredStates
 
 FALLBACK_HOST = 16 << 30  # where the system does not say
 ENCODE_BYTES = 2 << 30  # auxiliary and hidden states of the packs that are encoded together
-AHEAD_SHARE = 16  # of the host's free memory, for one step's stored states; up to four steps are there before their turn
+AHEAD_SHARE = 16  # of the host's free memory, for a step's stored states; up to four steps wait there
 
 
 def ahead_bytes() -> int:
