@@ -15,9 +15,13 @@ from transformers import AutoTokenizer
 from peagle.data.metadata import target_facts
 from peagle.data.shards import Answer, prepare_folder, write_shard
 from peagle.errors import InputError
-from peagle.training import step, target_states
+from peagle.training import step, target_states, trainer
+from peagle.training import validate as validation
 from peagle.training.answers import open_answers
+from peagle.training.average import WeightAverage
+from peagle.training.distributed import World
 from peagle.training.memory import fits
+from peagle.training.optimizer import Optimizer
 from peagle.training.trainer import train, train_on
 
 from .helpers import ListedAnswers, ListedExample, listed_answers, tiny_target
@@ -158,6 +162,44 @@ def test_too_little_memory_says_which_flag_to_lower(
     with pytest.raises(InputError, match=flags) as caught:
         train_on(settings, tiny_target(), listed_answers(30), dry_run=dry_run, say=quiet)
     assert str(error).splitlines()[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "function", "flags"),
+    [(World, "mean_gradients", "gradients and optimizer of the head .*lower --layers"),
+     (torch.nn.utils, "clip_grad_norm_", "gradients and optimizer of the head .*lower --layers"),
+     (Optimizer, "step", "gradients and optimizer of the head .*lower --layers"),
+     (validation, "head_loss", "validation with chunks of 16 anchors .*lower --chunk-size first, then --loss-rows")],
+)  # fmt: skip
+def test_too_little_memory_outside_a_chunk_says_which_flag_to_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, function: str, flags: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise NO_GPU_MEMORY
+
+    monkeypatch.setattr(place, function, fail)
+    with pytest.raises(InputError, match=flags):
+        train_on(config(tmp_path, chunk_size=16, max_steps=2), tiny_target(), listed_answers(30), say=quiet)
+
+
+def test_too_little_memory_for_the_average_says_which_flag_to_lower() -> None:
+    average = WeightAverage([], decay=0.9)
+    average.parameters = [torch.nn.Parameter(torch.zeros(1).expand(1 << 58))]  # its copy would be 2^60 bytes
+    with pytest.raises(InputError, match=r"ema_decay: .*lower --layers"), average.in_place():
+        pass
+
+
+def test_a_target_that_does_not_fit_says_how_it_might(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_folder: Callable[[str], Path]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise NO_GPU_MEMORY
+
+    model = target_folder("llama")
+    data = folder(tmp_path / "data", AutoTokenizer.from_pretrained(model), 320)
+    monkeypatch.setattr(trainer, "load_target", fail)
+    with pytest.raises(InputError, match=r"does not fit .*--target-device-map, .*--hidden-states.*20.00 GiB"):
+        train(config(tmp_path / "run", target=str(model), data=(str(data),), device="cpu"), say=quiet)
 
 
 def test_other_errors_stay_what_they_are() -> None:

@@ -20,7 +20,7 @@ def test_states_lie_where_their_tokens_lie(overhead: int) -> None:
     aux, hidden = encode_packs(target, batch.groups, 3 * 64, (1, 2, 3), torch.float32)
     for number, pack in enumerate(packs):
         at = number * 64
-        groups = [g.within(number * 64, (number + 1) * 64) for g in batch.groups]
+        groups = [g.only(range(at, at + 64), at) for g in batch.groups]
         one, _ = encode_packs(target, [g for g in groups if g is not None], 64, (1, 2, 3), torch.float32)
         assert torch.allclose(one, aux[number * 64 : (number + 1) * 64], atol=1e-5)
         for document in pack:

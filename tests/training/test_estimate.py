@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from peagle.training.estimate import parameter_bytes
 from peagle.training.trainer import train_on
 
 from .helpers import listed_answers, tiny_target
@@ -23,6 +25,12 @@ def test_dry_run_says_and_writes_nothing(tmp_path: Path) -> None:
     assert "memory: peak" in text
     assert "time:" in text
     assert "tokens" in text
+
+
+def test_bytes_of_a_parameter() -> None:
+    assert parameter_bytes(torch.bfloat16, 1) == 16
+    assert parameter_bytes(torch.bfloat16, 8) == 2 + 4 + 12 / 8
+    assert parameter_bytes(torch.float32, 2) == 4 + 4 + 6
 
 
 @pytest.mark.parametrize(("limits", "left"), [({"max_steps": 12}, 7), ({"max_steps": None, "max_minutes": 1e-9}, 0)])

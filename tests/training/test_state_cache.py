@@ -11,7 +11,7 @@ import torch
 
 from peagle.drafter.loading import load_drafter
 from peagle.errors import InputError
-from peagle.training import target_states
+from peagle.training import prepare, target_states
 from peagle.training.checkpoints import checkpoint_folders, load_latest
 from peagle.training.state_cache import Placed, StateCache
 from peagle.training.trainer import train_on
@@ -24,7 +24,12 @@ def test_gives_back_what_it_was_given_in_any_packing() -> None:
     aux, hidden = torch.randn(12, 6), torch.randn(12, 2)
     cache = StateCache(1 << 20, 100)
     cache.put([Placed(7, 0, 5), Placed(3, 6, 4)], aux, hidden)
-    assert cache.get([Placed(7, 0, 5), Placed(1, 5, 2)], 12) is None
+    assert cache.get([Placed(1, 5, 2)], 12) is None
+    part = [Placed(1, 0, 2), Placed(7, 2, 5)]
+    found = cache.get(part, 8)
+    assert found is not None
+    assert torch.equal(found[0], torch.cat((torch.zeros(2, 6), aux[:5], torch.zeros(1, 6))))
+    assert cache.missing(part) == part[:1]
     got = cache.get([Placed(3, 1, 4), Placed(7, 8, 5)], 16)
     assert got is not None
     for values, of in zip(got, (aux, hidden), strict=True):
@@ -63,21 +68,26 @@ def test_more_than_the_memory_holds_names_the_flag() -> None:
 
 @pytest.mark.parametrize("gib", [0.0, 2e-5, 1.0])
 def test_a_run_of_several_epochs_gives_the_same_head(tmp_path: Path, gib: float, monkeypatch: Any) -> None:
-    """Also when only some documents fit: a step's states come from one place or the other."""
+    """Also when only some documents fit: a step's states come from one place and the other."""
     target, answers = tiny_target(), listed_answers(20)
-    real, calls = target_states.encode_packs, []
+    real, computed, caches = target_states.encode_packs, [0], []
 
-    def counting(*args: Any) -> Any:
-        calls.append(1)
-        return real(*args)
+    def counting(target: Any, groups: Any, *more: Any) -> Any:
+        computed[0] += sum(len(group.row_starts) for group in groups)
+        return real(target, groups, *more)
+
+    def watched(*args: Any) -> StateCache:
+        caches.append(StateCache(*args))
+        return caches[0]
 
     monkeypatch.setattr(target_states, "encode_packs", counting)
+    monkeypatch.setattr(prepare, "StateCache", watched)
     settings = config(tmp_path / "cached", max_steps=None, epochs=3, state_cache_gib=gib, validation_documents=0)
-    result = train_on(settings, target, answers, say=quiet)
-    assert result is not None
-    kept = len(calls)
+    train_on(settings, target, answers, say=quiet)
+    kept = len(caches[0].starts)
+    assert kept in {0.0: range(1), 2e-5: range(1, 20), 1.0: range(20, 21)}[gib]
+    assert computed[0] == kept + 3 * (20 - kept), "the others alone in every epoch"
     train_on(config(tmp_path / "plain", max_steps=None, epochs=3, validation_documents=0), target, answers, say=quiet)
-    assert kept == (result.steps // 3 if gib == 1.0 else len(calls) - kept)
     one, other = (load_drafter(tmp_path / name / "head").state_dict() for name in ("cached", "plain"))
     assert all(torch.allclose(one[name].float(), other[name].float(), atol=1e-2) for name in one)
 

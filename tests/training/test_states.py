@@ -89,15 +89,41 @@ def test_states_are_read_ahead_of_their_step(tmp_path: Path, monkeypatch: pytest
     settings: dict[str, Any] = {"hidden_states": str(tmp_path / "states"), "validation_documents": 0, "max_steps": 4}
     train_on(config(tmp_path / "ahead", **settings), target, listed_answers(40), say=quiet)
     assert set(threads) == {"batches"}
-    # a sixteenth of the host's memory, shared by the processes of a machine
-    monkeypatch.setattr(target_states, "host_memory", lambda: 64 << 20)
-    assert target_states.ahead_bytes() == 4 << 20
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(4 << 20))
-    assert target_states.ahead_bytes() == 1
+    # room for one document, which is less than a step: they are read while the step goes on
+    monkeypatch.setattr(target_states, "ahead_bytes", lambda: 1)
     threads.clear()
-    train_on(config(tmp_path / "own", **settings), target, listed_answers(40), say=quiet)
-    assert set(threads) == {threading.main_thread().name}, "too large to be held several steps ahead"
-    assert metrics(tmp_path / "ahead") == metrics(tmp_path / "own")
+    train_on(config(tmp_path / "tight", **settings), target, listed_answers(40), say=quiet)
+    assert set(threads) == {"batches"}
+    # and pack by pack, where a step's states are too large to be on the device at once
+    monkeypatch.setattr(target_states, "ENCODE_BYTES", 1)
+    threads.clear()
+    train_on(config(tmp_path / "packs", **settings), target, listed_answers(40), say=quiet)
+    assert set(threads) == {"batches"}
+    assert metrics(tmp_path / "ahead") == metrics(tmp_path / "tight") == metrics(tmp_path / "packs")
+
+
+def test_stored_states_that_a_device_keeps_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever share of them has room, and though the reading thread does not know yet what will be kept."""
+    target = bf16_target()
+    write(tmp_path / "states", target)
+    settings: dict[str, Any] = {
+        "hidden_states": str(tmp_path / "states"), "validation_documents": 0, "max_steps": None, "epochs": 3,
+    }  # fmt: skip
+    monkeypatch.setattr(target_states, "ahead_bytes", lambda: 1)
+    read: list[int] = []
+    real = StoredStates.document
+
+    def watched(self: StoredStates, document: int, length: int) -> Any:
+        read.append(document)
+        return real(self, document, length)
+
+    monkeypatch.setattr(StoredStates, "document", watched)
+    for gib in (0.0, 6e-5, 1.0):
+        read.clear()
+        train_on(config(tmp_path / str(gib), state_cache_gib=gib, **settings), target, listed_answers(40), say=quiet)
+        fewest, most = {0.0: (120, 120), 6e-5: (60, 110), 1.0: (40, 60)}[gib]
+        assert fewest <= len(read) <= most, gib
+    assert metrics(tmp_path / "0.0") == metrics(tmp_path / "6e-05") == metrics(tmp_path / "1.0")
 
 
 def forbid_layers(target: Target) -> None:
@@ -302,9 +328,8 @@ def test_reading_takes_the_documents_of_a_pack(tmp_path: Path) -> None:
     assert not StoredStates(tmp_path).corrupt_shards()
     states = StoredStates(tmp_path)
     aux, hidden = states.read(
-        [Placed(3, 0, 6), Placed(7, 102, 5), Placed(33, 110, 8)],
-        100,
-        120,
+        [Placed(7, 2, 5), Placed(33, 10, 8)],
+        20,
         torch.float32,
         torch.bfloat16,
         torch.device("cpu"),
@@ -329,7 +354,7 @@ def test_reading_to_a_gpu_gives_the_same(tmp_path: Path, dtype: str) -> None:
     write(tmp_path, bf16_target(), dtype)
     states, placed = StoredStates(tmp_path), [Placed(7, 2, 5), Placed(33, 10, 8)]
     host, device = (
-        states.read(placed, 0, 20, torch.bfloat16, torch.bfloat16, torch.device(name)) for name in ("cpu", "cuda")
+        states.read(placed, 20, torch.bfloat16, torch.bfloat16, torch.device(name)) for name in ("cpu", "cuda")
     )
     for own, moved in zip(host, device, strict=True):
         torch.testing.assert_close(moved.cpu(), own, rtol=0, atol=0)

@@ -7,6 +7,7 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 
 import peagle
 from peagle.config.training import TrainConfig
-from peagle.drafter import load_drafter
+from peagle.drafter import Drafter, load_drafter
 from peagle.drafter.draft_vocabulary import read_draft_vocabulary
 from peagle.errors import InputError
-from peagle.training import weights
+from peagle.training import trainer, weights
 from peagle.training.logs import MetricsLog
 from peagle.training.plots import plot_run
 from peagle.training.trainer import train_on
@@ -82,6 +83,22 @@ def test_run_writes_head_and_logs(tmp_path: Path, kind: str) -> None:
     assert facts["config"]["kind"] == kind
     assert facts["data"] == "listed"
     assert facts["versions"]["torch"] == torch.__version__
+
+
+def test_the_best_head_is_kept_rather_than_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, weights_then = iter([2.0, 3.0, 1.5]), []  # of the validations at steps 5, 10 and 12
+    real = trainer.validate
+
+    def validate(drafter: Drafter, *more: Any) -> Any:
+        weights_then.append({name: weight.clone() for name, weight in drafter.state_dict().items()})
+        return replace(real(drafter, *more), without_loops=next(lengths))
+
+    monkeypatch.setattr(trainer, "validate", validate)
+    train_on(config(tmp_path), tiny_target(), listed_answers(40), say=quiet)
+    best, last = (load_drafter(tmp_path / name).fc.weight for name in ("best", "head"))
+    assert torch.equal(best, weights_then[1]["fc.weight"].to(best.dtype))
+    assert torch.equal(last, weights_then[2]["fc.weight"].to(last.dtype))
+    assert not torch.equal(best, last)
 
 
 @pytest.mark.parametrize("loss", ["soft", "hard"])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from peagle.training.memory import fits
+
 
 class WeightAverage:
     """w_avg <- w_avg + (1 - d) (w - w_avg) after every step, d rising to `decay` so that the start is forgotten."""
@@ -25,9 +27,10 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The averages stand in the parameters' place within."""
+        """The averages stand in the parameters' place within. Raises InputError when there is no memory for both."""
         data = local(self.parameters)
-        own = [tensor.clone() for tensor in data]
+        with fits("ema_decay: the head's weights beside their average", "lower --layers, or leave --ema-decay out"):
+            own = [tensor.clone() for tensor in data]
         torch._foreach_copy_(data, local(self.averages))
         try:
             yield

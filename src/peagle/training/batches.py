@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from peagle.training.chunks import Chunk, make_chunk, pin, scale_weights, to_device
 from peagle.training.encode_groups import EncodeGroup, group_spans
 from peagle.training.loops import repeating
+from peagle.training.read_ahead import ReadAhead
 from peagle.training.rows import build_rows
 from peagle.training.scan import Answers
 from peagle.training.state_cache import Placed
-from peagle.training.states import StoredDocument
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,14 @@ class StepBatch:
     rows: int  # supervised rows
     weight: float  # sum of their weights, by which they are divided
     repeating: Tensor | None = None  # [packs, N] bool: tokens in exactly repeating text, for validation
-    stored: dict[int, StoredDocument] = field(default_factory=dict)  # of documents that were read ahead, on the host
+    ahead: ReadAhead | None = None  # reads its documents' stored states before their turn
 
     def pin(self) -> StepBatch:
         groups = [
             replace(g, ids=g.ids.pin_memory(), source=g.source.pin_memory(), place=g.place.pin_memory())
             for g in self.groups
         ]
-        stored = {number: of_one.pin() for number, of_one in self.stored.items()}
-        return replace(self, packs=[[pin(c) for c in p] for p in self.packs], groups=groups, stored=stored)
+        return replace(self, packs=[[pin(c) for c in p] for p in self.packs], groups=groups)
 
     def to(self, device: torch.device) -> StepBatch:
         groups = [group.to(device) for group in self.groups]

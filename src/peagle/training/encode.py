@@ -13,15 +13,23 @@ from peagle.training.encode_groups import EncodeGroup
 
 @torch.no_grad()
 def encode_packs(
-    target: Target, groups: Sequence[EncodeGroup], positions: int, aux_layer_ids: Sequence[int], dtype: torch.dtype
+    target: Target,
+    groups: Sequence[EncodeGroup],
+    positions: int,
+    aux_layer_ids: Sequence[int],
+    dtype: torch.dtype,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Auxiliary states [positions, 3H] and LM-head inputs [positions, H] of packs laid end to end; zeros in padding.
 
-    `dtype`: of the auxiliary states (the drafter's compute dtype). Hidden states keep the target's.
+    `dtype`: of the auxiliary states (the drafter's compute dtype). Hidden states keep the target's. `into`: such states
+    of other documents, which these are added to in place.
     """
-    width = target.hidden_size
-    aux = torch.zeros(positions, len(aux_layer_ids) * width, dtype=dtype, device=target.device)
-    hidden = torch.zeros(positions, width, dtype=target.dtype, device=target.device)
+    if into is None:
+        width = target.hidden_size
+        aux = torch.zeros(positions, len(aux_layer_ids) * width, dtype=dtype, device=target.device)
+        into = aux, torch.zeros(positions, width, dtype=target.dtype, device=target.device)
+    aux, hidden = into
     for group in groups:
         states = target.encode(group.ids, aux_layer_ids)
         aux[group.place] = states.aux.flatten(0, 1)[group.source].to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,23 +26,21 @@ class EncodeGroup:
         ids, source, place = (x.to(device, non_blocking=True) for x in (self.ids, self.source, self.place))
         return replace(self, ids=ids, source=source, place=place)
 
-    def within(self, start: int, end: int) -> EncodeGroup | None:
-        """The documents that lie in [start, end), their places counted from `start`; None when there are none."""
-        rows = [i for i, at in enumerate(self.row_starts) if start <= at < end]
+    def only(self, starts: Collection[int], origin: int = 0) -> EncodeGroup | None:
+        """The documents whose first tokens lie at `starts`, places counted from `origin`; None when there are none."""
+        rows = [i for i, at in enumerate(self.row_starts) if at in starts]
         if not rows:
             return None
+        row_starts = tuple(self.row_starts[i] - origin for i in rows)
+        if len(rows) == len(self.row_starts):
+            return replace(self, place=self.place - origin, row_starts=row_starts) if origin else self
         width = self.ids.shape[1]
-        chosen = (self.place >= start) & (self.place < end)
-        source = self.source[chosen]
         renumber = torch.full((len(self.row_starts),), -1, dtype=torch.int64)
         renumber[rows] = torch.arange(len(rows))
-        renumber = renumber.to(source.device)
-        return EncodeGroup(
-            self.ids[rows],
-            renumber[source // width] * width + source % width,
-            self.place[chosen] - start,
-            tuple(self.row_starts[i] - start for i in rows),
-        )
+        row = renumber.to(self.source.device)[self.source // width]
+        chosen = row >= 0
+        source = row[chosen] * width + self.source[chosen] % width
+        return EncodeGroup(self.ids[rows], source, self.place[chosen] - origin, row_starts)
 
 
 def group_spans(

@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable
 
+import torch
+
 from peagle.training.memory import peak_memory
 from peagle.training.plan import Plan
 from peagle.training.prove import prove_attention
@@ -41,14 +43,23 @@ def estimate(
         left = min(left, max(60 * plan.config.max_minutes - state.elapsed(), 0.0) / seconds)
     after = f" after the {state.step:,} that are done" if state.step else ""
     gib = 2**30
-    trained = sum(p.numel() for p in weights.parameters)
+    trained = sum(p.numel() for p in weights.parameters) * parameter_bytes(
+        plan.dtype, plan.world.size if weights.sharded is not None else 1
+    )
+    whose = "" if weights.sharded is None else f", a shard of {plan.world.size} in this process"
     model = target_states.target.model
     held = sum(p.numel() * p.element_size() for p in model.parameters() if p.device == plan.device)
     say(
         f"memory: peak {peak_memory(plan.device) / gib:.2f} GiB on {plan.device}: {held / gib:.2f} GiB the target, "
-        f"{16 * trained / gib:.2f} GiB weights, gradients and Adam's moments in float32"
+        f"{trained / gib:.2f} GiB weights, gradients and Adam's moments in float32{whose}"
     )
     say(
         f"time: {seconds:.2f} s a step, {tokens / steps / seconds:,.0f} tokens/s (measured over {steps} steps, "
         f"without validation): {left:,.0f} steps{after}, {left * seconds / 60:.1f} minutes"
     )
+
+
+def parameter_bytes(dtype: torch.dtype, shards: int) -> float:
+    """Bytes of a process for a parameter of the head: weight, gradient and Adam's two moments in float32; where
+    processes share it, a part of these, and in a step the weight in `dtype` and the gradient whole."""
+    return 16.0 if shards == 1 else 4 + dtype.itemsize + 12 / shards

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
+from dataclasses import replace
 
 from peagle.training.batches import BatchMaker, StepBatch
+from peagle.training.read_ahead import ReadAhead
 from peagle.training.schedule import Schedule
 
 
@@ -16,11 +18,11 @@ def prefetch(
     first: int,
     last: int | None,
     pinned: bool,
-    read_ahead: Callable[[StepBatch], StepBatch] | None = None,
+    read_ahead: ReadAhead | None = None,
 ) -> Generator[StepBatch, None, None]:
     """Batches of the steps first, first + 1, .. (below `last`), made on a background thread, two ahead.
 
-    read_ahead: adds what is read from files.
+    read_ahead: reads the batches' stored states on that thread, too.
     """
     ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(maxsize=2)
     stop = threading.Event()
@@ -43,11 +45,11 @@ def prefetch(
                 if at == len(steps):
                     epoch, at = epoch + 1, 0
                     continue
-                batch = maker.make(step, steps[at], stream=1)
-                if read_ahead is not None:
-                    batch = read_ahead(batch)
+                batch = replace(maker.make(step, steps[at], stream=1), ahead=read_ahead)
                 if not put(batch.pin() if pinned else batch):
                     return
+                if read_ahead is not None:  # after its batch: a step may need more than there is room for
+                    read_ahead.fill(batch.placed, stop)
                 step, at = step + 1, at + 1
             put(None)
         except BaseException as error:  # handed to the training thread

@@ -44,6 +44,9 @@ class Run:
 
 def prepare(config: TrainConfig, target: Target, answers: Answers, say: Callable[[str], None], world: World) -> Run:
     """A new run, or one that goes on from its last checkpoint. Raises InputError for what the user has to change."""
+    output = Path(config.output)
+    if output.exists() and not output.is_dir():
+        raise InputError(f"output: {output} is a file, expected a folder")
     stored: StoredStates | None = None
     left_out: list[int] = []
     if config.hidden_states is not None:

@@ -84,7 +84,7 @@ class ShardedDrafter:
         nothing.backward()
 
     def forget(self) -> None:
-        """Drop the gradients of a trial."""
+        """Drop the gradients of a trial, or of a step that is given up."""
         self.collect()
         self.compute.zero_grad(set_to_none=True)
         self.refresh()

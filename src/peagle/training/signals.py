@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask a run to end after the step that it is in."""
+"""SIGTERM and Ctrl-C ask a run to end, and to give up the step that it is in."""
 
 from __future__ import annotations
 

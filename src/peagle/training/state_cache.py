@@ -1,4 +1,4 @@
-"""Target states kept on the device after their first use: from the second epoch on the target is not run again."""
+"""Target states kept on the device after their first use: from the second epoch on the target does not run for them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class StateCache:
         self.rows: tuple[Tensor, Tensor] | None = None
 
     def get(self, placed: Sequence[Placed], positions: int) -> tuple[Tensor, Tensor] | None:
-        """States [positions, ..] of packs laid end to end, zeros in padding; None unless every document is kept."""
-        if self.rows is None or not placed or any(item.document not in self.starts for item in placed):
+        """States [positions, ..] of packs laid end to end, zeros elsewhere; None when no document is kept."""
+        kept = [item for item in placed if item.document in self.starts]
+        if self.rows is None or not kept:
             return None
         index = np.zeros(positions, dtype=np.int64)
-        for item in placed:
+        for item in kept:
             first = self.starts[item.document]
             index[item.start : item.start + item.length] = np.arange(first, first + item.length)
         aux, hidden = self.rows
@@ -48,6 +49,10 @@ class StateCache:
         if aux.is_cuda:
             where = where.pin_memory().to(aux.device, non_blocking=True)
         return aux[where], hidden[where]
+
+    def missing(self, placed: Sequence[Placed]) -> list[Placed]:
+        """Those that are not kept, in their order."""
+        return [item for item in placed if item.document not in self.starts]
 
     def put(self, placed: Sequence[Placed], aux: Tensor, hidden: Tensor) -> None:
         """Keep what there is room for, of documents not kept yet."""

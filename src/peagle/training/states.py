@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +32,10 @@ class StoredDocument(NamedTuple):
     aux: Tensor
     hidden: Tensor
     scale: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self if tensor is not None)
 
     def pin(self) -> StoredDocument:
         scale = None if self.scale is None else self.scale.pin_memory()
@@ -155,19 +158,22 @@ class StoredStates:
     def read(
         self,
         placed: Sequence[Placed],
-        start: int,
-        end: int,
+        positions: int,
         dtype: torch.dtype,
         hidden_dtype: torch.dtype,
         device: torch.device,
-        ahead: Mapping[int, StoredDocument] = MappingProxyType({}),
+        take: Callable[[int], StoredDocument] | None = None,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """States as `encode_packs` gives them: aux [end - start, S H] in `dtype`, hidden [end - start, H] in
-        `hidden_dtype`, zeros in padding. placed: documents in packs laid end to end, of which [start, end) is read.
-        ahead: those that were read before."""
-        layers, width = len(self.plan.aux_layer_ids), self.plan.hidden_size
-        aux = torch.zeros(end - start, layers * width, dtype=dtype, device=device)
-        hidden = torch.zeros(end - start, width, dtype=hidden_dtype, device=device)
+        """States as `encode_packs` gives them: aux [positions, S H] in `dtype`, hidden [positions, H] in
+        `hidden_dtype`, zeros in padding. placed: documents in packs laid end to end. take: gives those that were read
+        ahead. into: such states of other documents, which these are added to in place."""
+        layers = len(self.plan.aux_layer_ids)
+        if into is None:
+            width = self.plan.hidden_size
+            aux = torch.zeros(positions, layers * width, dtype=dtype, device=device)
+            into = aux, torch.zeros(positions, width, dtype=hidden_dtype, device=device)
+        aux, hidden = into
 
         def move(tensor: Tensor) -> Tensor:
             # pinned, so that the host need not wait until the device has come that far
@@ -176,10 +182,8 @@ class StoredStates:
             return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
         for item in placed:
-            if not start <= item.start < end:
-                continue
-            states = ahead.get(item.document) or self.document(item.document, item.length)
-            span = slice(item.start - start, item.start - start + item.length)
+            states = self.document(item.document, item.length) if take is None else take(item.document)
+            span = slice(item.start, item.start + item.length)
             if states.scale is None:
                 aux[span], hidden[span] = move(states.aux), move(states.hidden)
             else:

@@ -23,7 +23,7 @@ Mark = Callable[[str], None]  # called at the end of each part of a step, with i
 
 
 class GivenUp(Exception):
-    """A step is left between two chunks because the run is to stop."""
+    """A step is left between two packs or chunks because the run is to stop."""
 
 
 def unmarked(_name: str) -> None:
@@ -46,8 +46,9 @@ def train_step(
 ) -> Tensor | None:
     """Train on a batch; returns the gradient norm, on the device. Loss and statistics are added to `state.sums`.
 
-    stop: asked between chunks, for a step may take longer than a stopped run is given to end. Once any process's says
-    yes, all give the step up, as if it had not begun, and None is returned. Raises InputError when memory runs out.
+    stop: asked between packs and chunks, for a step may take longer than a stopped run is given to end. Once any
+    process's says yes, all give the step up, as if it had not begun, and None is returned.
+    Raises InputError when memory runs out.
     """
     mark("waiting for data")
     batch = host.to(plan.device) if plan.device.type != "cpu" else host
@@ -63,6 +64,8 @@ def train_step(
     given_up = False
     try:
         for i, chunks in enumerate(batch.packs):
+            if stop():  # a long pack's target forward comes before its first chunk
+                raise GivenUp
             if whole is not None:
                 aux, hidden = (of_all[i * n : (i + 1) * n] for of_all in whole)
             else:
@@ -77,19 +80,19 @@ def train_step(
         weights.forget_gradients()
         return None
     sums.stats += stats
-    if weights.sharded is not None:
-        weights.sharded.collect()
-        plan.world.all_reduce(loss)
-        sums.loss += loss / plan.world.size
-    else:
-        sums.loss += plan.world.mean_gradients(weights.parameters, loss, batch.weight if batch.rows else 0.0)
-    norm = full(torch.nn.utils.clip_grad_norm_(weights.parameters, plan.config.grad_clip))
-    with fits("layers: the optimizer's state of the head", "lower --layers, or use several GPUs with --parallel fsdp"):
+    with fits("layers: gradients and optimizer of the head", "lower --layers, or use more GPUs with --parallel fsdp"):
+        if weights.sharded is not None:
+            weights.sharded.collect()
+            plan.world.all_reduce(loss)
+            sums.loss += loss / plan.world.size
+        else:
+            sums.loss += plan.world.mean_gradients(weights.parameters, loss, batch.weight if batch.rows else 0.0)
+        norm = full(torch.nn.utils.clip_grad_norm_(weights.parameters, plan.config.grad_clip))
         weights.optimizer.step(lr)
-    weights.optimizer.zero_grad()
-    if weights.average is not None:
-        weights.average.update(state.step)
-    weights.copy.refresh()
+        weights.optimizer.zero_grad()
+        if weights.average is not None:
+            weights.average.update(state.step)
+        weights.copy.refresh()
     mark("optimizer")
     sums.steps += 1
     sums.tokens += batch.tokens
