@@ -27,7 +27,7 @@ def test_a_head_that_cannot_reach_its_training_documents(tmp_path: Path, dry_run
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_an_output_that_is_a_file(tmp_path: Path, dry_run: bool) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(InputError, match="output: .*run is a file, expected a folder"):
+    with pytest.raises(InputError, match=r"output: .*run is a file, expected a folder"):
         train_on(config(tmp_path / "run"), tiny_target(), listed_answers(30), dry_run=dry_run, say=quiet)
 
 
