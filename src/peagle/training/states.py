@@ -105,14 +105,13 @@ class StoredStates:
             for i in range(world.rank, len(corrupt), world.size):
                 corrupt[i] = not self._is_right(i, known)
             add_up(corrupt)
-        if world.first:  # one note of all shards again
-            notes = sorted(self.folder.glob(f"{VERIFIED_FILE}*"))
-            with suppress(InputError, OSError), replacing(self.folder / VERIFIED_FILE) as work:
-                work.write_text(json.dumps(self._verified()))
-            for note in notes:
-                if note.name != VERIFIED_FILE:
-                    with suppress(OSError):
-                        note.unlink()
+        notes = sorted(self.folder.glob(f"{VERIFIED_FILE}.*"))
+        if world.first and notes:  # one note of all shards again
+            with suppress(InputError, OSError):
+                with replacing(self.folder / VERIFIED_FILE) as work:
+                    work.write_text(json.dumps(self._verified()))
+                for note in notes:
+                    note.unlink()
         return corrupt.nonzero().flatten().tolist()
 
     def _verified(self) -> dict[str, Any]:
