@@ -26,7 +26,15 @@ def test_vllm_gets_its_own_flags(target_folder):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--speculative-config", "--speculative_config", "--speculative-config=", "--speculative_config=", "-sc"]
+    "flag",
+    [
+        "--speculative-config",
+        "--speculative_config",
+        "--speculative-config=",
+        "--speculative_config=",
+        "-sc",
+        "--speculative-conf",
+    ],
 )
 def test_the_speculative_config_in_each_of_vllms_spellings(target_folder, heads, flag):
     text = f'{{"model": "{heads["eagle3"]}", "num_speculative_tokens": 3}}'
@@ -42,6 +50,17 @@ def test_the_speculative_config_in_each_of_vllms_spellings(target_folder, heads,
             2,
             "peagle: error: --speculative-config: given twice, expected it once\n",
         )
+
+
+def test_help_with_a_word_is_vllms(monkeypatch):
+    shown = []
+    monkeypatch.setattr("peagle.vllm.serve.show_help", shown.append)
+    for command in (["serve", "--engine", "vllm", "--help=all"], ["serve", "T", "--engine=vllm", "--help=port"]):
+        run_peagle(*command)
+    assert shown == ["--help=all", "--help=port"]
+    ours = run_peagle("serve", "T", "--engine", "vllm", "--help")
+    assert (ours.exit_code, len(shown)) == (0, 2)
+    assert "--help=all" in ours.stdout
 
 
 def test_flags_of_vllm_in_front_of_the_target_are_told(target_folder):

@@ -2,8 +2,6 @@ import json
 import os
 import re
 import shlex
-import stat
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,8 @@ from peagle.config.speculative import SpeculativeConfig
 from peagle.drafter import Drafter, DrafterConfig, save_drafter
 from peagle.drafter.convert import convert_head
 from peagle.errors import InputError
-from peagle.vllm.serve import Installed, find_vllm, interpreter_of, parse_settings, run
+from peagle.vllm.installation import Installed
+from peagle.vllm.serve import parse_settings, run, show_help
 from tests.conftest import COMMON, MASK, VOCAB
 
 
@@ -90,12 +89,13 @@ def test_dry_run_only_prints(target, heads, version, capsys):
     assert out.err == ""
 
 
-def test_dry_run_without_vllm(target, heads, version, capsys):
+def test_dry_run_without_vllm(target, heads, version, monkeypatch, capsys):
     version(None)
     run(target, {"model": heads["eagle3"], "num_speculative_tokens": 3}, dry_run=True)
     out = capsys.readouterr()
     assert out.out.startswith(f"vllm serve {target} --speculative-config ")
     assert "not installed here: its version was not checked" in out.err
+    monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(InputError, match="not installed here, expected"):
         run(target, {"model": heads["eagle3"], "num_speculative_tokens": 3})
 
@@ -140,10 +140,19 @@ def test_a_head_that_does_not_fit_names_everything(target, version, tmp_path):
 
 
 def test_speculators_layout_and_old_versions(target, heads, version, tmp_path, capsys):
-    version("0.17.1")
+    started = version("0.17.1")
     head = convert_head(heads["p-eagle"], tmp_path / "s", "speculators")
-    run(target, {"model": str(head), "num_speculative_tokens": 3}, dry_run=True)
+    settings = {"model": str(head), "num_speculative_tokens": 3}
+    run(target, settings, dry_run=True)
     assert "peagle convert HEAD OUTPUT --layout native" in capsys.readouterr().err
+    # what is known to fail is refused, once it is to be started
+    with pytest.raises(InputError, match=r"0\.20 does not start: .*speculators layout are not known.*convert HEAD"):
+        run(target, settings)
+    assert started == []
+    version("0.1.dev13030+g05b6a9c37")  # of any age
+    run(target, settings)
+    assert len(started) == 1
+    assert "names no release: all known problems are listed" in capsys.readouterr().err
 
 
 def test_a_relative_head_is_made_absolute(target, heads, version, monkeypatch, capsys):
@@ -162,6 +171,11 @@ def test_a_relative_head_is_made_absolute(target, heads, version, monkeypatch, c
         ("--speculative-config.model=x", "the head has to be known here, expected --speculative-config with JSON"),
         ("--speculative_config.num_speculative_tokens", "expected --speculative-config with JSON"),
         ("-sc.model", "expected --speculative-config with JSON"),
+        ("--speculative-conf.model", "expected --speculative-config with JSON"),
+        ("--spec_model=x", "expected --speculative-config with JSON"),
+        ("--spec-tokens", "expected --speculative-config with JSON"),
+        ("--spec-m", "expected --speculative-config with JSON"),
+        ("--specul={}", "given twice"),
         ("--model", "given beside TARGET, expected the model as TARGET only"),
     ],
 )
@@ -169,6 +183,33 @@ def test_flags_that_this_command_writes(target, version, flag, message):
     version("0.25.1")
     with pytest.raises(InputError, match=f"^{re.escape(flag)}: .*{message}"):
         run(target, None, [flag])
+
+
+@pytest.mark.parametrize("key", ["speculative-config", "speculative_config", "spec-model", "spec_tokens", "sc"])
+def test_a_file_of_flags_that_names_a_head(target, version, tmp_path, key):
+    started = version("0.25.1")
+    file = tmp_path / "flags.yaml"
+    file.write_text(f"port: 9\n{key}:\n  model: a/b\n")
+    with pytest.raises(InputError, match=f"^--config {re.escape(str(file))}: {key}: the head has to be known here"):
+        run(target, None, ["--config", str(file)])
+    assert started == []
+
+
+def test_other_files_of_flags_are_vllms(target, version, tmp_path):
+    started = version("0.25.1")
+    (tmp_path / "flags.yaml").write_text("port: 9\nspecialize-active-lora: true\n")
+    (tmp_path / "broken.yaml").write_text("{")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    for name in ("flags.yaml", "broken.yaml", "list.yaml", "none.yaml"):
+        run(target, None, ["--specialize-active-lora", "--config", str(tmp_path / name)])
+    run(target, None, ["--config"])
+    assert len(started) == 5
+
+
+def test_vllms_own_help(version):
+    started = version("0.25.1")
+    show_help("--help=all")
+    assert started == [("/opt/vllm/bin/vllm", ["/opt/vllm/bin/vllm", "serve", "--help=all"])]
 
 
 def test_a_command_that_cannot_be_started(target, version, monkeypatch):
@@ -203,26 +244,3 @@ def test_settings():
     ):
         with pytest.raises(InputError, match=message):
             parse_settings(bad)
-
-
-def test_vllm_of_another_environment_is_found_by_its_script(tmp_path, monkeypatch):
-    """The version is asked of the script's own Python, without importing vLLM."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase "$3" in *"\'vllm\'"*) echo 0.25.1;; *) exec {sys.executable} "$@";; esac\n')
-    script = tmp_path / "vllm"
-    script.write_text(f"#!{python}\n")
-    for file in (python, script):
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert interpreter_of(str(script)) == str(python)
-    assert find_vllm() == Installed("vllm", "0.25.1", (str(script), "serve"))
-    python.write_text("#!/bin/sh\nexit 1\n")
-    assert find_vllm() is None
-
-
-def test_scripts_that_name_no_python(tmp_path):
-    (tmp_path / "a").write_text("#!/usr/bin/env sh\n")
-    (tmp_path / "b").write_bytes(b"\x7fELF")
-    assert interpreter_of(str(tmp_path / "a")).endswith("/sh")
-    assert interpreter_of(str(tmp_path / "b")) is None
-    assert interpreter_of(str(tmp_path / "none")) is None

@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.vllm.versions import PROBLEMS, drafter_scatters, known_problems, parse_version
+from peagle.vllm.versions import PROBLEMS, certain_failures, drafter_scatters, known_problems, parse_version
 
 
 @pytest.mark.parametrize(
@@ -11,6 +11,8 @@ from peagle.vllm.versions import PROBLEMS, drafter_scatters, known_problems, par
         ("0.32.0+cpu", (0, 32)),
         ("v0.23.1rc1.dev1271+gb6ff8a2f5", (0, 23)),
         ("1.0", (1, 0)),
+        ("0.1.dev13030+g05b6a9c37", None),
+        ("0.1.7", (0, 1)),
         ("dev", None),
     ],
 )
@@ -33,6 +35,17 @@ def test_a_problem_that_came_with_a_version():
     (problem,) = (p for p in known_problems((0, 32), ["whole-d2t"]) if p.trait == "whole-d2t")
     assert problem.versions == "0.30 and later"
     assert "peagle convert" in problem.instead
+
+
+def test_what_is_certain_to_fail_at_start_and_of_which_versions_nothing_is_certain():
+    traits = ["scattered", "scattered-still", "speculators-p-eagle", "whole-d2t", "dynamic-k", "cpu"]
+    assert [p.trait for p in certain_failures((0, 16), traits)] == [
+        "scattered",
+        "scattered-still",
+        "speculators-p-eagle",
+    ]
+    assert [p.trait for p in certain_failures((0, 32), traits)] == ["scattered-still", "whole-d2t"]
+    assert certain_failures((0, 34), traits) == certain_failures(None, traits) == []
 
 
 def test_a_newer_version_has_none_of_the_dated_problems():

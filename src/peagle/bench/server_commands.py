@@ -60,12 +60,13 @@ def peagle_command(target: str, settings: dict[str, Any] | None, args: Sequence[
 
 def vllm_command(source: str, settings: dict[str, Any] | None, args: Sequence[str]) -> list[str]:
     """`vllm serve` of the vLLM that is installed here or on PATH. source: what vLLM itself can load."""
-    from peagle.vllm.serve import MINIMUM_TEXT, build_command, find_vllm, refuse_repeated
+    from peagle.vllm.flags import refuse_repeated
+    from peagle.vllm.serve import build_command, find_vllm, not_installed
 
     refuse_repeated(args)
     installed = find_vllm()
     if installed is None:
-        raise InputError(f"--engine vllm: vLLM is neither installed here nor on PATH, expected {MINIMUM_TEXT} or later")
+        raise InputError(f"--engine vllm: {not_installed()}")
     if settings is not None and not settings["parallel_drafting"]:
         settings = {key: value for key, value in settings.items() if key != "parallel_drafting"}
     return build_command(installed, source, settings, args)

@@ -17,7 +17,7 @@ def take_engine(args: Sequence[str]) -> tuple[str, list[str]]:
     """The engine that the arguments of `peagle serve` ask for, and the arguments without it.
 
     It is taken out before the flags are parsed, because each engine has its own. For vLLM the speculative config's flag
-    may be spelled in all of its ways, and comes out in ours.
+    may be spelled in all of its ways, and comes out in ours; `--help=all`, vLLM's own help, comes out as --vllm-help.
     """
     engine, rest = "peagle", []
     remaining = iter(args)
@@ -38,11 +38,19 @@ def spell_speculative(args: Sequence[str]) -> list[str]:
     ours = [i for i, arg in enumerate(args) if long_name(arg) == SPECULATIVE]
     if len(ours) > 1:
         raise InputError(f"{SPECULATIVE}: given twice, expected it once")
-    spelled = list(args)
+    spelled = ["--vllm-help" + arg.removeprefix("--help") if arg.startswith("--help=") else arg for arg in args]
     for i in ours:
         _, equals, value = args[i].partition("=")
         spelled[i] = SPECULATIVE + equals + value
     return spelled
+
+
+def show_vllm_help(wanted: str | None) -> None:
+    if wanted is None:
+        return
+    from peagle.vllm.serve import show_help
+
+    show_help(f"--help={wanted}")
 
 
 def serve_vllm(
@@ -50,8 +58,12 @@ def serve_vllm(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Target model, before any of vLLM's flags.")],
     speculative_config: Annotated[str | None, typer.Option(metavar="JSON", help="As for vLLM.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the vLLM command and stop.")] = False,
+    vllm_help: Annotated[
+        str | None, typer.Option("--vllm-help", hidden=True, is_eager=True, callback=show_vllm_help)
+    ] = None,
 ) -> None:
-    """Check the installed vLLM and the head, print the `vllm serve` command, and become it."""
+    """Check the installed vLLM and the head, print the `vllm serve` command, and become it. All other flags are vLLM's:
+    --help=all, --help=GROUP or --help=FLAG shows them in its words."""
     if target.startswith("-"):  # a flag of vLLM's: which of them have a value is not known here
         raise InputError(f"TARGET: got {target!r}, expected the model before any of vLLM's flags")
     from peagle.vllm.serve import run

