@@ -11,7 +11,7 @@ from transformers import Lfm2Config, MambaConfig, PreTrainedConfig, T5Config, Vi
 from peagle.drafter import Drafter, load_drafter, save_drafter
 from peagle.drafter.draft_vocabulary import FILE, write_draft_vocabulary
 from peagle.target.loading import load_target
-from peagle.vllm.serve import Installed
+from peagle.vllm.installation import Installed
 from tests.cli.conftest import run_peagle
 from tests.conftest import COMMON, VOCAB
 
@@ -178,11 +178,65 @@ def test_a_target_that_our_engine_refuses(heads, tmp_path, config: PreTrainedCon
 
 
 def test_a_target_that_no_engine_takes(heads, tmp_path, monkeypatch):
-    monkeypatch.setattr("peagle.vllm.serve.find_vllm", lambda: Installed("vllm", "0.15.2", ("vllm", "serve")))
+    monkeypatch.setattr("peagle.vllm.installation.find_vllm", lambda: Installed("vllm", "0.15.2", ("vllm", "serve")))
     MambaConfig(**COMMON).save_pretrained(tmp_path / "target")
     result = run_peagle("inspect", heads["eagle3"], "--target", tmp_path / "target")
     assert result.exit_code == 1
     assert "vLLM: does not take head and target\n  vLLM: 0.15.2 is installed, expected 0.16 or later" in result.stdout
+
+
+def install(monkeypatch, version: str | None) -> None:
+    found = None if version is None else Installed("vllm", version, ("vllm", "serve"))
+    monkeypatch.setattr("peagle.vllm.installation.find_vllm", lambda: found)
+
+
+@pytest.mark.parametrize(
+    ("installed", "takes"), [("0.20.1", False), ("0.21.0", True), ("0.1.dev3+g1234567", True), (None, True)]
+)
+def test_what_is_known_to_fail(heads, tmp_path, monkeypatch, target, installed: str | None, takes: bool):
+    """In the installed version, where that is known, it is a problem of vLLM; otherwise it says in which it will fail.
+    Either way our engine's verdict is the exit status."""
+    head = save_drafter(load_drafter(heads["p-eagle"]), tmp_path / "head", "speculators")
+    install(monkeypatch, installed)
+    result = run_peagle("inspect", head, "--target", target, "--json")
+    assert result.exit_code == 0, result.output
+    vllm = json.loads(result.stdout)["engines"]["vllm"]
+    what = "P-EAGLE heads in the speculators layout are not known"
+    assert vllm["takes"] is takes
+    (known,) = [known for known in vllm["known"] if known["what"].startswith(what)]
+    assert (known["fails_at_start"], known["fails_here"]) == (True, not takes)
+    text = run_peagle("inspect", head, "--target", target).stdout
+    assert text.count(what) == 1
+    assert f"vLLM: {'takes' if takes else 'does not take'} head and target" in text
+    if takes:
+        assert vllm["problems"] == []
+        assert f"\n  will fail in vLLM, up to 0.20: {what}" in text
+    else:
+        assert len(vllm["problems"]) == 1
+        assert f"does not take head and target\n  will fail in the installed vLLM {installed}: {what}" in text
+    # a note stays one
+    assert "\n  up to 0.33: P-EAGLE lives in the V1 model runner only" in text
+
+
+def test_a_head_that_fails_in_the_one_engine_left(heads, tmp_path, monkeypatch):
+    head = save_drafter(load_drafter(heads["p-eagle"]), tmp_path / "head", "speculators")
+    MambaConfig(**COMMON).save_pretrained(tmp_path / "target")
+    for version, status in (("0.20.1", 1), ("0.21.0", 0)):
+        install(monkeypatch, version)
+        assert run_peagle("inspect", head, "--target", tmp_path / "target").exit_code == status
+
+
+def test_tensor_names_that_vllm_does_not_take(heads, tmp_path, target):
+    head = save_drafter(load_drafter(heads["eagle3"]), tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, head / "model.safetensors")
+    result = run_peagle("inspect", head, "--target", target)
+    assert result.exit_code == 0  # our engine takes it
+    assert "peagle: takes head and target" in result.stdout
+    assert "vLLM: does not take head and target\n  model.fc.weight and" in result.stdout
+    mended = tmp_path / "mended"
+    assert run_peagle("convert", head, mended, "--layout", "native").exit_code == 0
+    assert "vLLM: takes head and target" in run_peagle("inspect", mended, "--target", target).stdout
 
 
 def test_a_target_without_a_language_model(heads, tmp_path):

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from peagle.drafter.facts import HeadFacts
     from peagle.target.facts import TargetFacts
-    from peagle.vllm.serve import Installed
+    from peagle.vllm.installation import Installed
 
 NOT_USABLE = 1  # exit status for a head with problems
 
@@ -28,14 +28,15 @@ def inspect(
     """Describe a head from its config and its files' headers; no weights are read, and all problems are listed.
 
     Of each engine it says whether it takes the head, with the target where one is given, by the checks of `peagle
-    serve`. Exit status 1 when the head has problems, does not fit the target, or no engine takes the two.
+    serve`; what is known to fail at start in the installed vLLM is a reason of vLLM's. Exit status 1 when the head has
+    problems, does not fit the target, or no engine takes the two.
     """
     from peagle.drafter.facts import read_head_facts
     from peagle.target.facts import read_target_config, target_facts
     from peagle.target.loading import resolve_model
     from peagle.target.refusal import engine_refusal
+    from peagle.vllm.installation import find_vllm
     from peagle.vllm.needs import peagle_needs
-    from peagle.vllm.serve import find_vllm
 
     facts, config, target_is, refusal = read_head_facts(head), None, None, None
     if target is not None:
@@ -63,7 +64,7 @@ def describe_head(
     from peagle.target.head_fit import target_problems, target_warnings
     from peagle.vllm.needs import head_traits, serving_problems, vllm_minimum
     from peagle.vllm.serve import version_problem
-    from peagle.vllm.versions import known_problems
+    from peagle.vllm.versions import certain_failures, known_problems, parse_version
 
     config = facts.config
     problems = target_problems(facts, target) if target is not None else []
@@ -72,10 +73,14 @@ def describe_head(
         fits = config is not None and not problems and not facts.problems
         fit = {**asdict(target), "fits": fits, "problems": problems, "warnings": target_warnings(facts, target)}
     # only what hangs on this head: general remarks on vLLM are printed by serve and stand in the docs
-    known = [p for p in known_problems(None, head_traits(facts, target)) if p.trait != "any"]
+    traits = head_traits(facts, target)
+    known = [p for p in known_problems(None, traits) if p.trait != "any"]
+    version = None if installed is None else installed.version
+    fails_here = certain_failures(None if version is None else parse_version(version), traits)
     ours = [*facts.problems, *problems, *([] if refusal is None else [refusal])]
     too_old = version_problem(installed)
     vllms = [*serving_problems(facts, target), *([] if too_old is None else [too_old])]
+    vllms += [f"will fail in the installed vLLM {version}: {p.what}; {p.instead}" for p in fails_here]
     return {
         "head": facts.name,
         "layout": facts.layout,
@@ -93,9 +98,18 @@ def describe_head(
             "vllm": {
                 "takes": not vllms,
                 "problems": vllms,
-                "installed": None if installed is None else installed.version,
+                "installed": version,
                 "needs": vllm_minimum(facts),
-                "known": [{"versions": p.versions, "what": p.what, "instead": p.instead} for p in known],
+                "known": [
+                    {
+                        "versions": p.versions,
+                        "what": p.what,
+                        "instead": p.instead,
+                        "fails_at_start": p.fails_at_start,
+                        "fails_here": p in fails_here,
+                    }
+                    for p in known
+                ],
             },
         },
     }
@@ -173,7 +187,10 @@ def as_text(content: dict[str, Any]) -> str:
             engines += [f"  {text}" for text in needs_text(needs, config)]
     vllm = content["engines"]["vllm"]
     engines.append(f"  needs {vllm['needs']}; {vllm['installed'] or 'none'} is installed here")
-    engines += [f"  {p['versions']}: {p['what']}; {p['instead']}" for p in vllm["known"]]
+    for known in vllm["known"]:
+        if not known["fails_here"]:  # that is among its problems
+            fails = "will fail in vLLM, " if known["fails_at_start"] else ""
+            engines.append(f"  {fails}{known['versions']}: {known['what']}; {known['instead']}")
     lines.append("\n".join(engines))
     return "\n\n".join(lines)
 

@@ -23,7 +23,21 @@ from peagle.drafter.config_problems import config_problems
 from peagle.drafter.layouts import IGNORED, module_name, parse_config
 from peagle.drafter.loading import check_d2t
 from peagle.drafter.model import Drafter
+from peagle.drafter.tensor_checks import INTEGERS, dtype_problems, twin_problems
 from peagle.errors import InputError
+
+# safetensors' names of dtypes -> torch's; of others, which no head has, the name is kept
+TORCH_DTYPES = {
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "BF16": "bfloat16",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +164,7 @@ def _understand(facts: HeadFacts, raw: Any, d2t: torch.Tensor | None) -> None:
         facts.problems += wrong
         facts.config = None if wrong else parse_config(raw)
     names = {module_name(name) for name in facts.tensors}
+    facts.problems += twin_problems(facts.tensors)
     if facts.config is None:  # no shapes to expect, but these are needed by any head
         parallel = isinstance(raw, dict) and is_parallel(raw)
         needed = ("fc.weight", "norm.weight", *(("mask_hidden",) if parallel else ()))
@@ -161,14 +176,15 @@ def _understand(facts: HeadFacts, raw: Any, d2t: torch.Tensor | None) -> None:
             own_lm_head="lm_head.weight" in names,
         )
         if facts.tensors:
-            shapes = {name: tensor.shape for name, tensor in facts.tensors.items()}
-            facts.problems += tensor_problems(facts.config, shapes)
+            facts.problems += tensor_problems(facts.config, facts.tensors)
         if d2t is not None:
             facts.problems += d2t_problems(facts.config, d2t)
 
 
 def d2t_problems(config: DrafterConfig, d2t: torch.Tensor) -> list[str]:
-    """What is wrong with a mapping but its shape."""
+    """What is wrong with a mapping but its shape and dtype."""
+    if str(d2t.dtype).removeprefix("torch.") not in INTEGERS:
+        return []
     if not config.reduced_vocab:
         if not d2t.any():
             return []
@@ -198,15 +214,16 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
 
 
-def tensor_problems(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """All that is wrong with a checkpoint's tensors, given their shapes under the file's names.
+def tensor_problems(config: DrafterConfig, tensors: Mapping[str, TensorFacts]) -> list[str]:
+    """All that is wrong with a checkpoint's tensors, given under the file's names, but for twins among them.
 
     The same rules as `load_drafter`, which stops at the first.
     """
-    problems = []
-    found = {module_name(name): shape for name, shape in shapes.items()}
-    found = {name: shape for name, shape in found.items() if not IGNORED.search(name)}
     expected = expected_shapes(config)
+    dtypes = {module_name(name): TORCH_DTYPES.get(t.dtype, t.dtype) for name, t in tensors.items()}
+    problems = dtype_problems(dtypes, expected)
+    found = {module_name(name): tensor.shape for name, tensor in tensors.items()}
+    found = {name: shape for name, shape in found.items() if not IGNORED.search(name)}
     if config.kind == "eagle3" and "mask_hidden" in found:
         problems.append("mask_hidden: present, but the config names no mask token (ptd_token_id or mask_token_id)")
         del found["mask_hidden"]

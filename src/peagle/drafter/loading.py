@@ -15,6 +15,7 @@ from torch import Tensor
 from peagle.drafter.config import DrafterConfig, Kind
 from peagle.drafter.layouts import IGNORED, module_name, parse_config
 from peagle.drafter.model import Drafter, make_rotary
+from peagle.drafter.tensor_checks import dtype_problems, twin_problems
 from peagle.errors import InputError
 
 
@@ -87,8 +88,11 @@ def load_drafter(
     if kind is not None and config.kind != kind:
         wanted = "parallel_drafting" if kind == "p-eagle" else "no parallel_drafting"
         raise InputError(f"head: {path} is of kind {config.kind}, but the speculative config says {wanted} ({kind})")
-    tensors = {module_name(name): tensor for name, tensor in read_tensors(folder).items()}
-    tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.search(name)}
+    stored = read_tensors(folder)
+    for problem in twin_problems(stored):
+        raise InputError(problem)
+    stored = {module_name(name): tensor for name, tensor in stored.items()}
+    tensors = {name: tensor for name, tensor in stored.items() if not IGNORED.search(name)}
     if config.kind == "p-eagle" and "mask_hidden" not in tensors:
         raise InputError(f"mask_hidden: missing in {folder}, expected a tensor of {config.aux_size} values")
     if "mask_hidden" in tensors and config.kind == "eagle3":
@@ -97,10 +101,6 @@ def load_drafter(
         )
     if config.reduced_vocab and "d2t" not in tensors:
         raise InputError(f"d2t: missing in {folder}, expected it because draft_vocab_size is {config.draft_vocab_size}")
-    if not config.reduced_vocab and tensors.pop("d2t", torch.zeros(1)).any():
-        raise InputError(
-            f"d2t: maps to other ids, but draft_vocab_size is the whole vocabulary ({config.vocab_size}), expected none"
-        )
     weight_dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.bfloat16
     config = replace(
         config,
@@ -111,6 +111,13 @@ def load_drafter(
     with torch.device("meta"):
         drafter = Drafter(config)
     expected = drafter.state_dict()
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in stored.items()}
+    for problem in dtype_problems(dtypes, expected):
+        raise InputError(problem)
+    if not config.reduced_vocab and tensors.pop("d2t", torch.zeros(1)).any():
+        raise InputError(
+            f"d2t: maps to other ids, but draft_vocab_size is the whole vocabulary ({config.vocab_size}), expected none"
+        )
     for name, tensor in expected.items():
         if name.endswith("o_proj.bias") and name not in tensors:  # attention_bias on q, k and v only
             tensors[name] = torch.zeros(tensor.shape, dtype=weight_dtype)

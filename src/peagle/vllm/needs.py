@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from peagle.target.facts import TargetFacts
 from peagle.target.head_fit import target_problems
 from peagle.target.loading import auto_dtype
 from peagle.vllm.versions import MINIMUM, Trait, drafter_scatters
+
+# Tensors that vLLM does not look up by their whole name: as its 0.32 loads them, and versions before it.
+PASSED_OVER = re.compile(r"mask_hidden|t2d|rotary_emb\.inv_freq")
 
 
 def head_traits(head: HeadFacts, target: TargetFacts | None) -> list[Trait]:
@@ -52,13 +57,33 @@ def serving_problems(head: HeadFacts, target: TargetFacts | None) -> list[str]:
 
 def vllm_problems(head: HeadFacts) -> list[str]:
     """What keeps stock vLLM, of any version, from loading a head that this package loads."""
-    config = head.config
+    config, problems = head.config, name_problems(head.tensors)
     if config is not None and config.reduced_vocab and not config.own_lm_head:
-        return [
+        problems.append(
             "lm_head.weight: missing, but the draft vocabulary is reduced: vLLM can share a target's whole LM head, "
             "not some of its rows (peagle writes them into its heads)"
-        ]
-    return []
+        )
+    return problems
+
+
+def name_problems(names: Iterable[str]) -> list[str]:
+    """Tensors of a head, by their names in its files, that vLLM looks for a place for in vain."""
+    read = sorted(name for name in names if not PASSED_OVER.search(name))
+    foreign = [name for name in read if module_name(name).startswith("verifier_")]
+    prefixed = [name for name in read if name.startswith("model.") and name not in foreign]
+    problems = []
+    if prefixed:  # vLLM puts it before the names itself
+        problems.append(
+            f"{first_of(prefixed)}: vLLM fails at start, expected tensor names without 'model.' before them; convert "
+            "the head: peagle convert HEAD OUTPUT --layout native"
+        )
+    if foreign:
+        problems.append(f"{first_of(foreign)}: vLLM fails at start, expected a head without these tensors")
+    return problems
+
+
+def first_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def vllm_minimum(head: HeadFacts) -> str:
