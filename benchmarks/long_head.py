@@ -21,11 +21,11 @@ from peagle.training.rows import RowTable, build_rows
 class Training:
     """A head with its optimizer, and a target of which only embeddings and LM head exist."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: Shape, device: torch.device, attention: str = "auto") -> None:
         self.shape, self.device = shape, device
         cuda = device.type == "cuda"
         self.dtype = torch.bfloat16 if cuda else torch.float32
-        self.backend = choose_backend("auto", device)
+        self.backend = choose_backend(attention, device, self.dtype, shape.head_dim)
         config = DrafterConfig(
             kind="p-eagle", hidden_size=shape.hidden, intermediate_size=shape.intermediate,
             num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
@@ -91,7 +91,7 @@ def make_chunks(training: Training, table: RowTable, size: int) -> list[Chunk]:
     n = table.num_anchors
     cuts = torch.tensor([*range(0, n, size), n])
     multiple = 1
-    if training.backend == "flex":
+    if training.backend != "dense":
         multiple = round_up(int(table.chain_offsets[cuts].diff().max()) + size, BLOCK) - size
     chunks = [
         make_chunk(

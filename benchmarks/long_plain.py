@@ -109,7 +109,8 @@ def allowed_pairs(chunk: Chunk) -> int:
 
 
 def attention_alone(training: Training, length: int, times: int) -> dict[str, Any]:
-    """Forward and backward of one layer's attention over the sampled rows of a sequence, ours and the plain way."""
+    """Forward and backward of one layer's attention over the sampled rows of a sequence: the trainer's, FlexAttention
+    with tiles from the rows' extremes, and FlexAttention's own way."""
     shape, device = training.shape, training.device
     (chunk,) = make_chunks(training, sampled_rows(shape, length, shape.keep_rate), length)
     pairs = allowed_pairs(chunk)
@@ -123,8 +124,13 @@ def attention_alone(training: Training, length: int, times: int) -> dict[str, An
     gradient = torch.randn_like(q)
     ways: dict[str, Callable[[], Attend]] = {
         "ours": lambda: RowAttention(chunk, training.backend).over(0, chunk.num_rows),
+        **(
+            {"flex": lambda: RowAttention(chunk, "flex").over(0, chunk.num_rows)} if training.backend == "flash" else {}
+        ),
         "plain": lambda: PlainAttention(by_depth(chunk)).over(0, chunk.num_rows),
     }
+    if training.backend == "flash":
+        ways["flex"] = lambda: RowAttention(chunk, "flex").over(0, chunk.num_rows)
     for name, way in ways.items():
         attend = way()
         torch.autograd.grad(attend(0, q, k, v), (q, k, v), gradient)
@@ -146,7 +152,7 @@ def attention_alone(training: Training, length: int, times: int) -> dict[str, An
 
 
 def show_attention(found: dict[str, Any], rate: float | None) -> None:
-    for name in ("ours", "plain"):
+    for name in [name for name in ("ours", "flex", "plain") if name in found]:
         row = found[name]
         parts = []
         for way in ("forward", "backward"):

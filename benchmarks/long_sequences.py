@@ -86,6 +86,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--flat-to", type=int, default=32768)
     parser.add_argument("--attention-length", type=int, default=8192)
     parser.add_argument("--chunk-size", type=int, default=4096)
+    parser.add_argument("--attention", default="auto", choices=["auto", "flash", "flex", "dense"])
     parser.add_argument("--steps", type=int, default=1, help="measured steps a length (3 up to 8192 tokens)")
     parser.add_argument("--seconds", type=float, default=540, help="start nothing new after so many")
     parser.add_argument(
@@ -104,9 +105,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     shape = TINY if args.tiny else EIGHT_B
     results |= facts(shape, device)
     late = lambda: time.monotonic() - began > args.seconds  # noqa: E731
-    training = Training(shape, device)
+    training = Training(shape, device, args.attention)
+    results["attention_backend"] = training.backend
     training.copy.compute.checkpoint_layers = args.activation_checkpointing
     lengths = "checkpointed" if args.activation_checkpointing else "lengths"
+    lengths += f" ({args.attention})" * (args.attention != "auto")
     count = sum(p.numel() for p in training.parameters)
     results["trained_parameters"] = count
     print(

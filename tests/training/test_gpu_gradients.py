@@ -1,4 +1,4 @@
-"""The GPU's training path (compiled FlexAttention and layers, Triton loss) against the CPU's plain one."""
+"""The GPU's training path (Flex- or FlashAttention, compiled layers, Triton loss) against the CPU's plain one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.training.attention import Backend
 from peagle.training.chunks import to_device
+from peagle.training.flash import flash_problem
 from peagle.training.fuse import fuse_elementwise
 from peagle.training.losses import LossSettings, head_loss
 from peagle.training.partition import train_pack
@@ -25,6 +27,7 @@ def gradients_of(
     device: torch.device,
     unreached_weight: float = 1.0,
     checkpointed: bool = False,
+    backend: Backend = "flex",
 ) -> dict[str, Tensor]:
     """Every parameter's gradient for one pack of documents of odd lengths, in float64."""
     on_gpu = device.type == "cuda"
@@ -55,20 +58,25 @@ def gradients_of(
         result = head_loss(normed, drafter.lm_head_weight(), rows, hidden, lambda h: h @ teacher_head.T, settings)
         return result.loss, result.stats
 
-    train_pack(drafter, chunks, aux, chunk_loss, "flex" if on_gpu else "dense")
+    train_pack(drafter, chunks, aux, chunk_loss, backend if on_gpu else "dense")
     return {name: p.grad.double().cpu() for name, p in drafter.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "bound"),
+    [("flex", torch.float32, 1e-4), ("flex", torch.bfloat16, 2e-2), ("flash", torch.bfloat16, 2e-2)],
+)
 @pytest.mark.parametrize("loss", ["soft", "hard"])
 @pytest.mark.parametrize("kind", ["p-eagle", "eagle3"])
-def test_gradients(kind: str, loss: str, dtype: torch.dtype, bound: float) -> None:
+def test_gradients(kind: str, loss: str, backend: Backend, dtype: torch.dtype, bound: float) -> None:
+    if backend == "flash" and (problem := flash_problem(torch.device("cuda"), dtype, 16)) is not None:
+        pytest.skip(f"FlashAttention 4 {problem}")
     for chunk_size, unreached in ((97, 1.0), (492, 0.25)):
         if dtype == torch.bfloat16 and unreached != 1.0:
             continue  # which drafts are right is decided by near ties
         # the reference of bf16 is float32 arithmetic on the same rounded numbers
         expected = gradients_of(kind, loss, chunk_size, torch.float32, torch.device("cpu"), unreached)
-        found = gradients_of(kind, loss, chunk_size, dtype, torch.device("cuda"), unreached)
+        found = gradients_of(kind, loss, chunk_size, dtype, torch.device("cuda"), unreached, backend=backend)
         assert set(found) == set(expected)
         for name, gradient in expected.items():
             error = float((found[name] - gradient).norm() / gradient.norm())

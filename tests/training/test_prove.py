@@ -59,6 +59,26 @@ def test_what_fails_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert train_step(plan, run.weights, run.target_states, run.state, batch, 1e-3).isfinite()
 
 
+def test_flash_gives_way_to_flex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = on_flex(tmp_path)
+    run.plan = replace(run.plan, backend="flash")
+    run.weights.fused = True
+    tried: list[str] = []
+
+    def fail(plan: Any, *_: Any) -> None:
+        tried.append(plan.backend)
+        if plan.backend == "flash":
+            raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(prove, "pack_gradients", fail)
+    with pytest.warns(UserWarning, match="FlashAttention 4 failed, FlexAttention takes its place .* no such kernel"):
+        plan = prove_attention(run.plan, run.weights, run.target_states, 0)
+    assert (tried, plan.backend, run.weights.fused) == (["flash", "flex"], "flex", True)
+    run.plan = replace(run.plan, config=replace(run.plan.config, attention="flash"))
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        prove_attention(run.plan, run.weights, run.target_states, 0)
+
+
 def test_flex_that_was_asked_for_must_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = on_flex(tmp_path)
     run.plan = replace(run.plan, config=replace(run.plan.config, attention="flex"))

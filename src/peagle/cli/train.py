@@ -120,7 +120,7 @@ def train(
     tensorboard: Annotated[bool | None, typer.Option(help="TensorBoard logs where it is installed [yes].")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto (bfloat16 on a GPU), float32 or bfloat16.")] = None,
-    attention: Annotated[str | None, typer.Option(help="auto (flex on a GPU), dense or flex.")] = None,
+    attention: Annotated[str | None, typer.Option(help="auto, flash (Hopper; flash-attn-4), flex or dense.")] = None,
     compile: Annotated[str | None, typer.Option(help="auto (on a GPU) or off.")] = None,
     loss_kernel: Annotated[str | None, typer.Option(help="auto (Triton on a GPU) or compile (torch.compile).")] = None,
     parallel: Annotated[

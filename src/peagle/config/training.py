@@ -91,7 +91,7 @@ class TrainConfig:
     # the machine
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    attention: Literal["auto", "dense", "flex"] = "auto"
+    attention: Literal["auto", "dense", "flex", "flash"] = "auto"
     compile: Literal["auto", "off"] = "auto"
     loss_kernel: Literal["auto", "compile"] = "auto"
     parallel: Literal["ddp", "fsdp"] = "ddp"  # several processes: whole copies, or shards of weights and optimizer
@@ -132,7 +132,7 @@ class TrainConfig:
             "on_corrupt": ("stop", "skip"),
             "parallel": ("ddp", "fsdp"),
             "dtype": ("auto", "float32", "bfloat16"),
-            "attention": ("auto", "dense", "flex"),
+            "attention": ("auto", "dense", "flex", "flash"),
             "compile": ("auto", "off"),
             "loss_kernel": ("auto", "compile"),
         }

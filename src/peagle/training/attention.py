@@ -1,8 +1,8 @@
 """Attention over rows (docs/method.md): row (p, j) sees the depth-0 rows of its document up to p, and (p, 1..j).
 
-Two implementations of one rule. `dense` (any device, any dtype) scores each row against the depth-0 keys and against
+Three implementations of one rule. `dense` (any device, any dtype) scores each row against the depth-0 keys and against
 its own chain's few keys, which are gathered; `flex` (CUDA) is FlexAttention with a block mask computed from the rows'
-metadata. Neither makes an [N K, N K] mask.
+metadata; `flash` (Hopper, 16 bits) is FlashAttention 4 over the same blocks. None makes an [N K, N K] mask.
 """
 
 from __future__ import annotations
@@ -10,26 +10,36 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.drafter.model import Attend
+from peagle.errors import InputError
 from peagle.training.chunks import Chunk, round_up
+from peagle.training.flash import flash_attention, flash_mask, flash_problem, key_codes, query_codes
 from peagle.training.rows import PAD_DEPTH
 
-Backend = Literal["dense", "flex"]
+Backend = Literal["dense", "flex", "flash"]
 KeysValues = tuple[Tensor, Tensor]
 BLOCK = 128
 
 
-def choose_backend(attention: str, device: torch.device) -> Backend:
-    """`auto` takes FlexAttention on a CUDA device and the dense path elsewhere."""
+def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """`auto` takes FlashAttention 4 where it can, else FlexAttention on a CUDA device, else the dense path.
+
+    Raises InputError for an implementation by name that cannot be had here.
+    """
+    problem = flash_problem(device, dtype, head_dim)
+    if attention == "flash" and problem is not None:
+        raise InputError(f"attention: got 'flash', which {problem}")
+    if attention == "flex" and device.type != "cuda":
+        raise InputError(f"attention: got 'flex', which needs a CUDA device (this run is on {device})")
     if attention == "auto":
-        return "flex" if device.type == "cuda" else "dense"
-    return "flex" if attention == "flex" else "dense"
+        return "dense" if device.type != "cuda" else "flex" if problem is not None else "flash"
+    return cast(Backend, attention)
 
 
 class RowAttention:
@@ -55,7 +65,7 @@ class RowAttention:
 
     def over(self, lo: int, hi: int) -> Attend:
         """Attention for a pass of the drafter over rows [lo, hi) of the chunk."""
-        run = self._flex(lo, hi) if self.backend == "flex" else self._dense(lo, hi)
+        run = {"dense": self._dense, "flex": self._flex, "flash": self._flash}[self.backend](lo, hi)
         before: dict[int, int] = {}  # passes that a layer had made before this one
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -128,31 +138,15 @@ class RowAttention:
     # -- flex -----------------------------------------------------------------------------------------------------
 
     def _flex(self, lo: int, hi: int) -> Callable[[Tensor, Tensor, Tensor, KeysValues | None], Tensor]:
-        chunk = self.chunk
-        device = chunk.anchor.device
         # a stepwise chunk's later passes all get keys for the whole chunk, so that they share one compiled shape
-        rows = chunk.num_rows if (chunk.steps and lo) else hi
-        key_anchor, key_depth = chunk.anchor[:rows], chunk.depth[:rows]
-        if rows > hi:
-            key_depth = torch.cat((key_depth[:hi], torch.full_like(key_depth[hi:], PAD_DEPTH)))
-        if self.prefix_rows:
-            context = torch.arange(self.prefix_start, self.prefix_start + self.prefix_rows, device=device)
-            key_anchor = torch.cat((context, key_anchor))
-            key_depth = torch.cat((torch.where(context < chunk.start, 0, PAD_DEPTH), key_depth))
-        fill_k = round_up(key_anchor.shape[0], BLOCK) - key_anchor.shape[0]
-        fill_q = round_up(hi - lo, BLOCK) - (hi - lo)
-        key_anchor, key_depth = F.pad(key_anchor, (0, fill_k)), F.pad(key_depth, (0, fill_k), value=PAD_DEPTH)
-        query = (
-            F.pad(chunk.anchor[lo:hi], (0, fill_q), value=chunk.start).int(),
-            F.pad(chunk.first[lo:hi], (0, fill_q), value=chunk.start).int(),
-            F.pad(chunk.depth[lo:hi], (0, fill_q), value=PAD_DEPTH).int(),
-        )
-        mask = flex_block_mask(*query, key_anchor.int(), key_depth.int())
-        missing = rows - hi + fill_k
+        rows = self.chunk.num_rows if (self.chunk.steps and lo) else hi
+        query, key = self._facts(lo, hi, rows)
+        mask = flex_block_mask(*query, *key)
+        fill_q = query[0].shape[0] - (hi - lo)
+        missing = key[0].shape[0] - self.prefix_rows - hi
 
         def run(q: Tensor, k: Tensor, v: Tensor, prefix: KeysValues | None) -> Tensor:
-            if prefix is not None:
-                k, v = torch.cat((prefix[0], k)), torch.cat((prefix[1], v))
+            k, v = _after_prefix(k, v, prefix)
             if missing:
                 k, v = F.pad(k, (0, 0, 0, 0, 0, missing)), F.pad(v, (0, 0, 0, 0, 0, missing))
             if fill_q:
@@ -162,6 +156,42 @@ class RowAttention:
             return out[0].transpose(0, 1)[: hi - lo]
 
         return run
+
+    def _facts(self, lo: int, hi: int, rows: int) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """What decides who sees whom, in whole tiles of int32: (anchor, first, depth) of the rows [lo, hi), and
+        (anchor, depth) of the prefix's keys and the chunk's first `rows`, of which those from `hi` on are hidden."""
+        chunk = self.chunk
+        key_anchor, key_depth = chunk.anchor[:rows], chunk.depth[:rows]
+        if rows > hi:
+            key_depth = torch.cat((key_depth[:hi], torch.full_like(key_depth[hi:], PAD_DEPTH)))
+        if self.prefix_rows:
+            end = self.prefix_start + self.prefix_rows
+            context = torch.arange(self.prefix_start, end, device=chunk.anchor.device)
+            key_anchor = torch.cat((context, key_anchor))
+            key_depth = torch.cat((torch.where(context < chunk.start, 0, PAD_DEPTH), key_depth))
+        fill_k = round_up(key_anchor.shape[0], BLOCK) - key_anchor.shape[0]
+        fill_q = round_up(hi - lo, BLOCK) - (hi - lo)
+        query = (
+            F.pad(chunk.anchor[lo:hi], (0, fill_q), value=chunk.start).int(),
+            F.pad(chunk.first[lo:hi], (0, fill_q), value=chunk.start).int(),
+            F.pad(chunk.depth[lo:hi], (0, fill_q), value=PAD_DEPTH).int(),
+        )
+        return query, (F.pad(key_anchor, (0, fill_k)).int(), F.pad(key_depth, (0, fill_k), value=PAD_DEPTH).int())
+
+    # -- flash ----------------------------------------------------------------------------------------------------
+
+    def _flash(self, lo: int, hi: int) -> Callable[[Tensor, Tensor, Tensor, KeysValues | None], Tensor]:
+        query, key = self._facts(lo, hi, hi)
+        mask = flash_mask([*query_codes(*query), key_codes(*key)], flex_block_mask(*query, *key))
+
+        def run(q: Tensor, k: Tensor, v: Tensor, prefix: KeysValues | None) -> Tensor:
+            return flash_attention(q, *_after_prefix(k, v, prefix), mask)
+
+        return run
+
+
+def _after_prefix(k: Tensor, v: Tensor, prefix: KeysValues | None) -> KeysValues:
+    return (k, v) if prefix is None else (torch.cat((prefix[0], k)), torch.cat((prefix[1], v)))
 
 
 def _dense_attention(
@@ -272,4 +302,5 @@ def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """bool [A, B] -> (how many tiles of each row are set [1, 1, A], their columns first [1, 1, A, B]) as int32."""
     count = tiles.sum(1, dtype=torch.int32)
     columns = tiles.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
-    return count[None, None].contiguous(), columns[None, None].contiguous()
+    # a single column of a transposed table would keep a stride that FlashAttention refuses, though it is contiguous
+    return count[None, None].clone(memory_format=torch.contiguous_format), columns.reshape(-1).view(1, 1, *tiles.shape)

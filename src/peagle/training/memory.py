@@ -86,7 +86,7 @@ def choose_chunk_size(
     while chunks < pack_length and per_anchor * -(-pack_length // chunks) > room:
         chunks *= 2
     size = -(-pack_length // chunks)
-    if chunks > 1 and backend == "flex":
+    if chunks > 1 and backend != "dense":
         size = round_up(size, BLOCK)
     return min(size, pack_length)
 

@@ -105,8 +105,8 @@ def _keep(store: Sequence[KeysValues], chunk: Chunk, made: Sequence[KeysValues])
 def _prefix(store: Sequence[KeysValues], chunk: Chunk, backend: Backend) -> tuple[list[KeysValues], int] | None:
     """What a chunk may see of the stored depth-0 keys and values, and the anchor where it begins.
 
-    Dense: from the start of the document that the chunk begins in. Flex: the whole buffer, masked, so that every chunk
-    has one shape and compiles once.
+    From the start of the document that the chunk begins in. Flex: the whole buffer, masked, so that every chunk has one
+    shape and compiles once.
     """
     if backend == "flex":
         return list(store), 0

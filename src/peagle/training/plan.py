@@ -10,7 +10,6 @@ from torch import Tensor
 
 from peagle.config.training import TrainConfig
 from peagle.drafter.config import DrafterConfig
-from peagle.errors import InputError
 from peagle.target.model import Target
 from peagle.training.attention import BLOCK, Backend, choose_backend
 from peagle.training.batches import BatchMaker, StepBatch
@@ -70,9 +69,7 @@ def make_plan(
     cuda = device.type == "cuda"
     dtype = compute_dtype(config, target)
     attention = "dense" if config.attention == "auto" and config.compile == "off" else config.attention
-    backend = choose_backend(attention, device)
-    if backend == "flex" and not cuda:
-        raise InputError(f"attention: got 'flex', which needs a CUDA device (this run is on {device})")
+    backend = choose_backend(attention, device, dtype, head.head_dim)
     compiled = config.compile == "auto" and cuda
     kernel: LossKernel = "plain" if not compiled else "triton" if config.loss_kernel == "auto" else "compile"
 
@@ -111,7 +108,7 @@ def make_plan(
 
 
 def on_dense_attention(plan: Plan, head: DrafterConfig) -> Plan:
-    """The plan without FlexAttention: chunks and filler rows are others, and batches are laid out anew."""
+    """The plan with dense attention: chunks and filler rows are others, and batches are laid out anew."""
     sizes = choose_sizes(plan.config, head, plan.device, plan.dtype, "dense", {})
     maker = replace(
         plan.maker, chunk_size=sizes.chunk_size, slice_rows=sizes.loss_rows, row_multiple=_row_multiple("dense", sizes)
@@ -122,7 +119,7 @@ def on_dense_attention(plan: Plan, head: DrafterConfig) -> Plan:
 
 def _row_multiple(backend: Backend, sizes: Sizes) -> int:
     # few shapes for the compiler: a quarter of a chunk costs 3 % of fillers on average at K = 8, r = 0.8
-    return round_up(max(sizes.chunk_size // 4, BLOCK), BLOCK) if backend == "flex" else 1
+    return round_up(max(sizes.chunk_size // 4, BLOCK), BLOCK) if backend != "dense" else 1
 
 
 def _batch_maker(

@@ -16,8 +16,8 @@ from peagle.training.weights import Weights
 
 
 def prove_attention(plan: Plan, weights: Weights, target_states: TargetStates, step: int) -> Plan:
-    """Run the first pack of `step` and forget it; returns the plan to go on with, dense where FlexAttention failed."""
-    if plan.backend != "flex":
+    """Run the first pack of `step` and forget it; returns the plan to go on with: other attention where it failed."""
+    if plan.backend == "dense":
         return plan
     epoch, at = plan.schedule.locate(step)
     alone = replace(plan.maker, rank=0, world=1)
@@ -31,6 +31,11 @@ def prove_attention(plan: Plan, weights: Weights, target_states: TargetStates, s
     except (torch.OutOfMemoryError, InputError):
         raise
     except Exception as error:  # whatever the compiler stack raises
+        if plan.backend == "flash":
+            if plan.config.attention == "flash":
+                raise
+            warnings.warn(f"FlashAttention 4 failed, FlexAttention takes its place (slower): {error}", stacklevel=2)
+            return prove_attention(replace(plan, backend="flex"), weights, target_states, step)
         if weights.fused:
             warnings.warn(f"a compiled layer failed, trying uncompiled ones (slower): {error}", stacklevel=2)
             weights.fused = False

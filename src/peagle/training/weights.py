@@ -65,7 +65,7 @@ def make_weights(plan: Plan, drafter: Drafter, target: Target) -> Weights:
     copy = sharded or ComputeCopy(drafter, plan.dtype)
     copy.bind(target.embed_weight, target.lm_head_weight)
     copy.compute.checkpoint_layers = config.activation_checkpointing
-    fused = plan.compiled and plan.backend == "flex"
+    fused = plan.compiled and plan.backend != "dense"
     if fused:
         fuse_elementwise(copy.compute)
     parameters = [p for p in drafter.parameters() if p.requires_grad]
