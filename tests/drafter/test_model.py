@@ -105,6 +105,39 @@ def test_forward_equals_plain_arithmetic(layers, norm_before_residual):
     torch.testing.assert_close(feedback, torch.tensor(expected[1]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("settings", [{"norm_before_residual": False}, {"norm_before_residual": True}, {"layers": 3}])
+def test_rows_that_are_alike_need_be_there_once(settings):
+    drafter = make_drafter(num_hidden_layers=settings.pop("layers", 2), attention_bias=True, **settings).double()
+    rows, different = 9, 4
+    mask = causal_attend(torch.ones(rows, rows).tril().bool())
+    embeds, hidden = torch.randn(2, different + 1, HIDDEN, dtype=torch.float64)
+    weight = torch.randn(2, rows, HIDDEN, dtype=torch.float64)
+
+    def gradients(spread):
+        inputs = [x.clone().requires_grad_() for x in (embeds, hidden)]
+        whole = [torch.cat((x, x[-1:].expand(rows - different - 1, -1))) if spread else x for x in inputs]
+        outs = drafter(*whole, torch.arange(3, 3 + rows), mask)
+        drafter.zero_grad()
+        sum((out * w).sum() for out, w in zip(outs, weight, strict=True)).backward()
+        return [*outs, *(x.grad for x in inputs), *(p.grad.clone() for p in drafter.parameters() if p.grad is not None)]
+
+    for once, each in zip(gradients(False), gradients(True), strict=True):
+        torch.testing.assert_close(once, each, rtol=1e-10, atol=1e-10)
+
+
+def test_a_layer_whose_output_nobody_reads_is_not_computed():
+    drafter = make_drafter(num_hidden_layers=2)
+    seen = []
+
+    def keys_only(layer, q, k, v):
+        seen.append((layer, k.shape[0], v.shape[0]))
+        return q if layer == 0 else None
+
+    drafter.layers[1].mlp = None
+    drafter(torch.randn(3, HIDDEN), torch.randn(3, HIDDEN), torch.arange(3), keys_only)
+    assert seen == [(0, 3, 3), (1, 3, 3)]
+
+
 def test_later_layers_are_transformers_llama_layers():
     drafter = make_drafter(num_hidden_layers=3, max_position_embeddings=64)
     config = LlamaConfig(

@@ -19,14 +19,20 @@ from peagle.drafter.config import DrafterConfig
 from peagle.drafter.draft_vocabulary import DraftVocabulary
 from peagle.errors import InputError
 
-# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]; RoPE has been applied to q and k.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], or None where nobody reads the layer's output (of
+# the last one: the keys and values were all that was wanted); RoPE has been applied to q and k.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, heads, D] by cos and sin [T, 1, D], Llama's half-split convention."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def repeat_last(x: Tensor, rows: int) -> Tensor:
+    """x [R, ...] with its last row repeated up to `rows` rows."""
+    return x if x.shape[0] == rows else torch.cat((x, x[-1:].expand(rows - x.shape[0], *x.shape[1:])))
 
 
 def make_rotary(config: DrafterConfig) -> LlamaRotaryEmbedding:
@@ -61,12 +67,21 @@ class DrafterAttention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv_size, bias=bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        heads = (x.shape[0], -1, self.head_dim)
-        q = apply_rope(self.q_proj(x).view(heads), cos, sin)
-        k = apply_rope(self.k_proj(x).view(heads), cos, sin)
-        out = attend(layer, q, k, self.v_proj(x).view(heads))
-        return self.o_proj(out.reshape(x.shape[0], -1))
+    def project(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x [R, in] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], T = `rows`; the last of R < T rows stands for all
+        that follow."""
+        heads = (rows, -1, self.head_dim)
+        q, k, v = (repeat_last(proj(x), rows).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE by cos and sin [T, 1, D]."""
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor | None:
+        q, k, v = self.project(x, cos.shape[0])
+        out = attend(layer, *self.rotate(q, k, cos, sin), v)
+        return None if out is None else self.o_proj(out.reshape(out.shape[0], -1))
 
 
 class DrafterMLP(nn.Module):
@@ -104,7 +119,10 @@ class DrafterLayer(nn.Module):
         else:
             residual = hidden
             x = self.input_layernorm(hidden)
-        hidden = residual + self.self_attn(x, cos, sin, self.layer, attend)
+        attended = self.self_attn(x, cos, sin, self.layer, attend)
+        if attended is None:
+            return hidden
+        hidden = repeat_last(residual, attended.shape[0]) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -219,7 +237,8 @@ class Drafter(nn.Module):
         """Run the layers over T rows.
 
         embeds [T, H] (`embed`), hidden [T, H] (`combine`, `mask_state` or an earlier feedback), positions [T] the RoPE
-        positions (anchor + depth). Returns (normed [T, H] for `logits`, feedback [T, H] for EAGLE-3's next pass: the
+        positions (anchor + depth). Of rows at the end that are alike but for their positions, as MTP rows are, embeds and
+        hidden need to have one only: layer 0 then makes their queries, keys and values once. Returns (normed [T, H] for `logits`, feedback [T, H] for EAGLE-3's next pass: the
         pre-norm state, or the normed one when `norm_output`).
         """
         cos, sin = self.rotary(hidden, positions[None])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.drafter.model import Attend, Drafter, DrafterAttention, DrafterMLP, apply_rope
+from peagle.drafter.model import Drafter, DrafterAttention, DrafterMLP, apply_rope
 
 
 def rope_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,11 +33,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _attention(self: DrafterAttention, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-    heads = (x.shape[0], -1, self.head_dim)
-    q, k = _compiled(rope_both)(self.q_proj(x).view(heads), self.k_proj(x).view(heads), cos, sin)
-    out = attend(layer, q, k, self.v_proj(x).view(heads))
-    return self.o_proj(out.reshape(x.shape[0], -1))
+def _rotate(_self: DrafterAttention, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    rotated: tuple[Tensor, Tensor] = _compiled(rope_both)(q, k, cos, sin)
+    return rotated
 
 
 def _mlp(self: DrafterMLP, x: Tensor) -> Tensor:
@@ -47,12 +45,12 @@ def _mlp(self: DrafterMLP, x: Tensor) -> Tensor:
 def fuse_elementwise(drafter: Drafter) -> None:
     """Let this drafter's layers (not its class) use the fused functions."""
     for layer in drafter.layers:
-        for module, forward in ((layer.self_attn, _attention), (layer.mlp, _mlp)):
-            module.__dict__["forward"] = MethodType(forward, module)
+        layer.self_attn.__dict__["rotate"] = MethodType(_rotate, layer.self_attn)
+        layer.mlp.__dict__["forward"] = MethodType(_mlp, layer.mlp)
 
 
 def unfuse(drafter: Drafter) -> None:
     """Undo `fuse_elementwise`."""
     for layer in drafter.layers:
-        for module in (layer.self_attn, layer.mlp):
-            module.__dict__.pop("forward", None)
+        layer.self_attn.__dict__.pop("rotate", None)
+        layer.mlp.__dict__.pop("forward", None)

@@ -34,11 +34,10 @@ def forward_chunk(drafter: Drafter, chunk: Chunk, aux: Tensor, attention: RowAtt
     """Normed rows [T, H] of a chunk. aux [N, 3H]: the pack's auxiliary states."""
     if chunk.steps:
         return forward_steps(drafter, chunk, aux, attention)
-    hidden = drafter.combine(aux[chunk.start : chunk.end])
-    if chunk.num_rows > chunk.num_anchors:
-        mtp = drafter.mask_state().expand(chunk.num_rows - chunk.num_anchors, -1)
-        hidden = torch.cat((hidden, mtp))
-    normed, _ = drafter(drafter.embed(chunk.token), hidden, chunk.position, attention.over(0, chunk.num_rows))
+    hidden, token = drafter.combine(aux[chunk.start : chunk.end]), chunk.token[: chunk.num_anchors + 1]
+    if chunk.num_rows > chunk.num_anchors:  # MTP rows are alike: the first of them stands for all, and for fillers
+        hidden = torch.cat((hidden, drafter.mask_state()[None]))
+    normed, _ = drafter(drafter.embed(token), hidden, chunk.position, attention.over(0, chunk.num_rows))
     return normed
 
 
@@ -47,11 +46,11 @@ def depth0_keys_values(drafter: Drafter, chunk: Chunk, aux: Tensor, attention: R
     n, last = chunk.num_anchors, drafter.config.num_hidden_layers - 1
     attend = attention.over(0, n)
 
-    def attend_but_last(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(layer, q, k, v) if layer < last else q  # nobody reads the last layer's output here
-        if layer == last:
-            attention.passes[layer] = [(k, v)]
-        return out
+    def attend_but_last(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        if layer < last:
+            return attend(layer, q, k, v)
+        attention.passes[layer] = [(k, v)]
+        return None  # nobody reads the last layer's output here
 
     hidden = drafter.combine(aux[chunk.start : chunk.end])
     drafter(drafter.embed(chunk.token[:n]), hidden, chunk.position[:n], attend_but_last)
