@@ -237,9 +237,10 @@ class Drafter(nn.Module):
         """Run the layers over T rows.
 
         embeds [T, H] (`embed`), hidden [T, H] (`combine`, `mask_state` or an earlier feedback), positions [T] the RoPE
-        positions (anchor + depth). Of rows at the end that are alike but for their positions, as MTP rows are, embeds and
-        hidden need to have one only: layer 0 then makes their queries, keys and values once. Returns (normed [T, H] for `logits`, feedback [T, H] for EAGLE-3's next pass: the
-        pre-norm state, or the normed one when `norm_output`).
+        positions (anchor + depth). Of rows at the end that are alike but for their positions, as MTP rows are, embeds
+        and hidden need to have one only: layer 0 then makes their queries, keys and values once. Returns (normed [T, H]
+        for `logits`, feedback [T, H] for EAGLE-3's next pass: the pre-norm state, or the normed one when
+        `norm_output`).
         """
         cos, sin = self.rotary(hidden, positions[None])
         cos, sin = cos[0, :, None], sin[0, :, None]
