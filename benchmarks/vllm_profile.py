@@ -93,7 +93,8 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     llm = vllm.LLM(
         model=args.target, dtype="bfloat16" if cuda else "float32", max_model_len=2048, max_num_seqs=64, seed=0,
-        speculative_config=speculative, async_scheduling=False, enable_prefix_caching=False,
+        speculative_config=dict(speculative) if speculative else None,  # vLLM adds to it
+        async_scheduling=False, enable_prefix_caching=False,
         kv_cache_memory_bytes=3_500_000_000 if cuda else 1_000_000_000, gpu_memory_utilization=0.05,
     )  # fmt: skip
     steps = 0
