@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib
 import pytest
 
 from peagle.bench import chart_style, charts
@@ -78,19 +77,64 @@ def test_acceptance_is_of_points_whose_requests_were_all_answered():
         ("P-EAGLE K=2", "joint", "4", "9", "2.00"),
         ("", "conditional", "", "", ""),
     ]
-    with matplotlib.rc_context(chart_style.STYLE):
+    with chart_style.drawing():
         figure = charts.acceptance_chart(points, "w", "peagle")
     assert figure is not None
     legend = figure.axes[0].get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["P-EAGLE, K=2 (AL 2.00)\nC=4, 9 answers"]
-    with matplotlib.rc_context(chart_style.STYLE):
+    with chart_style.drawing():
         assert charts.acceptance_chart(points_of(arms[:1]), "w", "peagle") is None
 
 
 def test_a_method_without_a_k_that_compares():
     points = points_of([arm("none", 0, 1, 10), arm("p-eagle", 7, 1, 30, failed=1), arm("p-eagle", 3, 1, 0)])
     assert best_table(points, "w", "peagle").rows == [("1", "10.0", "K=3 left out: no token; K=7 left out: 1 failed")]
+
+
+def test_a_repeat_without_a_token_is_compared_with_nothing():
+    arms = [
+        arm("none", 0, 1, 10),
+        arm("none", 0, 1, 0, repeat=1),
+        arm("p-eagle", 3, 1, 30),
+        arm("p-eagle", 3, 1, 0, repeat=1),
+    ]
+    points = points_of(arms)
+    assert ratio(points, "peagle", "w", "p-eagle", "none", 1) is None
+    left_out = "K=3 left out: no token in 1 of 2 runs"
+    [row] = best_table(points, "w", "peagle").rows
+    assert row[:3] == ("1", left_out.removeprefix("K=3 "), left_out)
+
+
+def labels(axes):
+    legend = axes.get_legend()
+    return [] if legend is None else [text.get_text() for text in legend.get_texts()]
+
+
+def test_a_legend_for_a_method_that_is_not_there_at_the_lowest_concurrency():
+    arms = [arm("none", 0, c, 10 * c) for c in (1, 2, 4)] + [arm("eagle3", 3, 1, 5), arm("p-eagle", 3, 4, 50)]
+    arms += [arm("p-eagle", 3, 1, 30, failed=1), arm("eagle3", 3, 4, 5, failed=2)]
+    with chart_style.drawing():
+        rates, speed_ups = charts.throughput_chart(points_of(arms), "w", "peagle").axes
+    assert labels(speed_ups) == ["EAGLE-3", "P-EAGLE"]
+    assert labels(rates) == ["no speculation", "EAGLE-3", "P-EAGLE"]
+    assert speed_ups.get_xlim() == (-0.5, 2.5)
+
+
+def test_figures_say_that_there_is_nothing_to_compare():
+    arms = [arm(method, k, 1, 10, failed=1) for method, k in (("none", 0), ("p-eagle", 3))]
+    points = points_of(arms)
+    with chart_style.drawing():
+        figures = [charts.throughput_chart(points, "w", "peagle"), charts.overview_chart(points)]
+        figures.append(charts.interactivity_chart(points, "w", "peagle"))
+    said = [[text.get_text() for text in axes.texts] for figure in figures for axes in figure.axes]
+    assert all(len(texts) == 1 and texts[0].startswith("nothing to compare") for texts in said), said
+    assert labels(figures[0].axes[0]) == ["no speculation: nothing to compare", "P-EAGLE: nothing to compare"]
+    points = points_of([*arms[:1], arm("p-eagle", 3, 1, 10)])
+    with chart_style.drawing():
+        rates, speed_ups = charts.throughput_chart(points, "w", "peagle").axes
+    assert labels(rates) == ["no speculation: nothing to compare", "P-EAGLE"]
+    assert speed_ups.texts[0].get_text().startswith("nothing to compare: at no concurrency")
 
 
 def test_the_terminal_shows_what_failed_and_what_was_skipped(tmp_path):

@@ -8,7 +8,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pytest
 from matplotlib.text import Annotation
 
@@ -16,7 +15,7 @@ from peagle.bench import chart_style, charts
 from peagle.bench.arm_lines import arm_content
 from peagle.bench.arms import METHODS, Arm, plan_setups
 from peagle.bench.records import Record, Run
-from peagle.bench.report import write_report
+from peagle.bench.report import distinct, write_report
 from peagle.bench.results_file import open_results
 from peagle.bench.summary import Point, points_of
 from peagle.bench.workloads import Workload
@@ -77,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("users", [USERS, (1, 4), (1,)])
 def test_labels_stay_apart(users):
     points = points_of(made_up_arms(users, ("peagle",)).values())
-    with matplotlib.rc_context(chart_style.STYLE):
+    with chart_style.drawing():
         for figure in (
             charts.throughput_chart(points, "mt_bench", "peagle"),
             charts.overview_chart(points),
@@ -95,7 +94,7 @@ def test_labels_stay_apart(users):
 
 def test_the_ratio_is_written_on():
     points = points_of(made_up_arms((1, 8), ("peagle",)).values())
-    with matplotlib.rc_context(chart_style.STYLE):
+    with chart_style.drawing():
         figure = charts.throughput_chart(points, "mt_bench", "peagle")
     rates, speed_ups = figure.axes
     written = [t.get_text() for t in rates.texts]
@@ -107,15 +106,37 @@ def test_the_ratio_is_written_on():
 
 def test_a_single_method_and_points_without_drafts():
     points = points_of([a for a in made_up_arms((1, 2), ("peagle",)).values() if a["method"] == "none"])
-    with matplotlib.rc_context(chart_style.STYLE):
+    with chart_style.drawing():
         figure = charts.throughput_chart(points, "mt_bench", "peagle")
         assert len(figure.axes) == 1
         assert charts.acceptance_chart(points, "mt_bench", "peagle") is None
         charts.overview_chart(points)
     bare = [Point(p.setup, p.workload, p.concurrency, ({"output_throughput": 5.0},)) for p in points]
-    with matplotlib.rc_context(chart_style.STYLE):
+    with chart_style.drawing():
         assert charts.lengths_chart(bare) is None
         charts.interactivity_chart(bare, "mt_bench", "peagle")
+
+
+@pytest.mark.filterwarnings("error")
+def test_workloads_whose_names_are_nearly_alike_have_their_own_figures(tmp_path):
+    names = ["mt_bench", "mt-bench", "MT bench", "数学", "代码", "a/b", "..", "long " * 60]
+    results = open_results(tmp_path / "results.jsonl", {"target": "t"})
+    for name in names:
+        for key, arm in made_up_arms((1,), ("peagle",)).items():
+            results.add_arm(f"{name} {key}", arm | {"workload": name})
+    write_report(results, [], tmp_path / "out")
+    drawn = sorted(path.name for path in (tmp_path / "out").glob("throughput-*.png"))
+    assert len(drawn) == len(names)
+    assert {"throughput-mt-bench-peagle.png", "throughput-mt-bench-peagle-2.png", "throughput-数学-peagle.png"} <= set(
+        drawn
+    )
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(set(ids)) == len(ids)
+
+
+def test_names_that_are_taken_get_a_number():
+    assert distinct(["a", "A", "b", "a-2", "a"]) == ["a", "A-2", "b", "a-2-2", "a-3"]
 
 
 def test_nothing_to_report(tmp_path):

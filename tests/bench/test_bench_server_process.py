@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -49,6 +52,15 @@ def alive(pid: int) -> bool:
         return False
 
 
+def wait_until_gone(pid: int) -> None:
+    until = time.monotonic() + 20
+    while alive(pid):
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            pytest.fail("it still runs")
+        time.sleep(0.05)
+
+
 def test_it_runs_answers_and_is_gone_with_its_children(tmp_path):
     port, log = free_port(), tmp_path / "logs" / "server.log"
     child = 'child = subprocess.Popen(["sleep", "600"]); print("child", child.pid, flush=True)'
@@ -57,11 +69,7 @@ def test_it_runs_answers_and_is_gone_with_its_children(tmp_path):
     content = log.read_text()
     assert content.startswith("$ ")
     assert "ready" in content
-    pid = int(content.split("child ")[-1].split()[0])
-    until = time.monotonic() + 20
-    while alive(pid) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(pid)
+    wait_until_gone(int(content.split("child ")[-1].split()[0]))
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"http://127.0.0.1:{port}/health")
 
@@ -120,6 +128,55 @@ def test_an_interrupt_stops_the_server_too(tmp_path, interruptible):
     assert not alive(int(log.read_text().split("pid ")[-1].split()[0]))
 
 
+IN_A_PROCESS = """
+import os, sys, time
+from pathlib import Path
+from peagle.bench.server_process import free_port, running_server
+port = free_port()
+command = [sys.executable, sys.argv[1], str(port)]
+with running_server(command, f"http://127.0.0.1:{port}", Path(sys.argv[2]), os.environ, 60):
+    print("runs", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
+def test_a_kill_of_this_process_ends_the_server(tmp_path):
+    log, program = tmp_path / "x.log", tmp_path / "server.py"
+    program.write_text(HEALTHY.format(prepare="import os; print('pid', os.getpid(), flush=True)"))
+    process = subprocess.Popen([sys.executable, "-c", IN_A_PROCESS, program, log], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"runs\n"
+    server = int(log.read_text().split("pid ")[-1].split()[0])
+    process.kill()
+    process.communicate()
+    wait_until_gone(server)
+
+
+def test_a_second_interrupt_does_not_wait_for_a_server_that_goes_on(tmp_path, interruptible):
+    port, log = free_port(), tmp_path / "x.log"
+    stubborn = "import os; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('pid', os.getpid(), flush=True)"
+    interrupt = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    with (
+        pytest.raises(KeyboardInterrupt),
+        running_server(command(stubborn, port), f"http://127.0.0.1:{port}", log, os.environ, 30),
+    ):
+        interrupt.start()
+    assert not alive(int(log.read_text().split("pid ")[-1].split()[0]))
+
+
+def test_another_thread_may_start_one(tmp_path):
+    """It would be told that its parent is gone when that thread ends."""
+    port, log = free_port(), tmp_path / "x.log"
+    stack = contextlib.ExitStack()
+    server = running_server(command("", port), f"http://127.0.0.1:{port}", log, os.environ, 30)
+    thread = threading.Thread(target=stack.enter_context, args=(server,))
+    thread.start()
+    thread.join()
+    with stack:
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+
+
 def test_engines_are_told_the_same_dtype(target_folder):
     text = read_target_text(str(target_folder("llama")))
     assert same_dtype("auto", text, "cpu") == "float32"
@@ -154,7 +211,7 @@ def test_commands(tmp_path, monkeypatch):
     assert server_env(ours)["PYTHONPATH"] == "here"
     assert "PYTHONPATH" not in server_env(["/elsewhere/bin/python", "-m", "vllm"])
     monkeypatch.setattr("peagle.vllm.serve.find_vllm", lambda: None)
-    with pytest.raises(InputError, match="--engine vllm: vLLM is neither installed here nor on PATH"):
+    with pytest.raises(InputError, match="--engine vllm: vLLM is not installed here"):
         vllm_command("source", settings, args)
     with pytest.raises(InputError, match="--speculative-config"):
         vllm_command("source", settings, ["--speculative-config", "{}"])

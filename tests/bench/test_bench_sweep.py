@@ -188,6 +188,7 @@ def test_our_server_end_to_end(tmp_path, target, heads, prompts):  # noqa: F811
         (["--workload", "quick", "--methods", "eagle3"], "eagle3 needs a head"),
         (["--workload", "quick", "--concurrency", "9"], "9 users need at least as many prompts"),
         (["--workload", "quick", "--engine-args", "[]"], "--engine-args: got '[]'"),
+        (["--workload", "quick", "--extra-body", '{"user": "\\ud83d"}'], "--extra-body: holds half a character"),
         (["--workload", "nothing.jsonl"], "no such file"),
         ([], "--workload: missing"),
         (["--workload", "quick", "--add", "none.json"], "--add none.json: cannot be read"),

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import sys
+from contextlib import aclosing
+
+import httpx
 import pytest
 
-from peagle.client.stream import StreamError, joined_text, parse_chunk, printable_text
+from peagle.client.stream import StreamError, joined_text, parse_chunk, printable_text, stream_chunks
+from tests.data.fake_endpoint import Reply, fake_endpoint
+
+ERROR_EVENT = {"error": {"message": "boom", "code": 500}}
 
 
 @pytest.mark.parametrize(
@@ -28,3 +37,25 @@ def test_halves_of_a_character():
         with pytest.raises(StreamError, match="half a character"):
             joined_text(text)
     assert printable_text("a\ud83db\ud83d\ude00") == "a\ufffdb\U0001f600"
+
+
+@pytest.mark.parametrize("raw", [{"choices": []}, ERROR_EVENT])
+def test_a_stream_that_is_left_early_leaves_nothing_to_the_garbage_collector(raw):
+    """What asyncio has to close later may still be pending when the loop ends: "Task was destroyed"."""
+    dropped = []
+
+    async def ask(url):
+        sys.set_asyncgen_hooks(finalizer=dropped.append)
+        body = {"prompt": [1], "max_tokens": 50}
+        async with httpx.AsyncClient() as client:
+            async with aclosing(stream_chunks(client, f"{url}/v1/completions", body)) as chunks:
+                async for _ in chunks:
+                    break
+            gc.collect()
+
+    with fake_endpoint(lambda body, n: Reply([70] * 50, raw=raw), lambda ids: "x") as fake:
+        try:
+            asyncio.run(ask(fake.url))
+        except StreamError:
+            assert raw is ERROR_EVENT
+    assert dropped == []

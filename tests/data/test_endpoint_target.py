@@ -267,6 +267,45 @@ def test_a_server_that_goes_down_leaves_what_was_done(folder, chat, story):
     assert len(set(dataset.prompt_ids)) == len(dataset) == COUNT
 
 
+@pytest.mark.parametrize("kind", ["refused", "unanswered"])
+def test_nothing_answered_is_an_error_that_says_why(folder, chat, story, kind):
+    """Two prompts: too few for a run to give a server up that answers none of them."""
+    bad, well = Reply(status=400 if kind == "refused" else 500, message="out of order"), []
+    some = {"prompts": (f"{folder / 'ships.jsonl'}:limit=2",)}
+
+    def reply(body, n):
+        return Reply(story) if well or body["max_tokens"] == 1 else bad  # the probe asks for one token
+
+    with fake_endpoint(reply, chat.tokenizer.decode) as fake:
+        with pytest.raises(
+            InputError, match=rf"none of the prompts was answered: 2 {kind} by the server; .*out of order"
+        ):
+            run(folder, fake, **some)
+        if kind == "refused":
+            with pytest.raises(InputError, match=r"was answered: 2 refused before; .* with --retry-refused all"):
+                run(folder, fake, **some)
+        well.append(True)
+        report, _ = run(folder, fake, retry_refused=kind == "refused", **some)
+        assert report.conversations == 2
+        bad.status = 400
+        well.clear()
+        assert run(folder, fake, **some)[0].skipped == {"answered before": 2}, "nothing was left to ask"
+    assert len(open_dataset(folder / "answers")) == 2
+
+
+def test_a_server_that_is_given_up_leaves_the_counts(folder, chat, story):
+    def reply(body, n):
+        bad = Reply(status=400 if number_of(body, chat) == 5 else 503)
+        return Reply(story) if body["max_tokens"] == 1 else bad
+
+    some = {"prompts": (f"{folder / 'ships.jsonl'}:where=prompt=Tell me story number 5 about the sea.",)}
+    with fake_endpoint(reply, chat.tokenizer.decode) as fake:
+        with pytest.raises(InputError, match="none of the prompts was answered: 1 refused"):
+            run(folder, fake, **some)
+        with pytest.raises(InputError, match=r"goes on from here \(in this run: 0 conversations, .* 1 refused before"):
+            run(folder, fake)
+
+
 def test_nobody_there(folder, chat, story):
     with fake_endpoint(lambda body, n: Reply(story), chat.tokenizer.decode) as fake:
         url = fake.url

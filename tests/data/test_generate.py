@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import typer
 
-from peagle.cli.data_sigterm import ends_on_sigterm
+from peagle.cli.ending_signals import ends_on_signals
 from peagle.data.answers import AnswerSettings
 from peagle.data.dataset import open_dataset
 from peagle.data.generate import GeneratingTarget, generate
@@ -126,7 +126,7 @@ def test_sigterm_writes_what_is_there_and_ends_with_its_status(files, chat, what
 
     engine.reply = reply
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(typer.Exit) as ended, ends_on_sigterm():
+    with pytest.raises(typer.Exit) as ended, ends_on_signals():
         generate(job(files), open_target, lambda _: None)
     assert ended.value.exit_code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before

@@ -62,6 +62,28 @@ def test_unusable_row_is_named(tmp_path, row):
         load_prompts([path])
 
 
+HALF = "half \ud83d"
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"prompt": HALF}, "prompt"),
+        ({"turns": ["fine", HALF]}, "turns"),
+        ({"messages": [{"role": "system", "content": HALF}, {"role": "user", "content": "fine"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "\ude00 other half"}]}, "conversations"),
+        ({"instruction": HALF}, "instruction"),
+        ({"instruction": "fine", "input": HALF}, "input"),
+    ],
+)
+def test_half_a_character_is_named(tmp_path, row, field):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a whole one: \U0001f600", "answer": HALF}, row])
+    with pytest.raises(InputError, match=rf"a\.jsonl:2: field '{field}': holds half a character \('\\ud"):
+        load_prompts([path])
+    assert load_prompts([f"{path}:limit=1:where=answer={HALF}"])[0].turns == ("a whole one: \U0001f600",)
+
+
 def test_ids_depend_on_source_and_content_only(tmp_path):
     first = write(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": "y"}, {"prompt": "x"}])
     (tmp_path / "sub").mkdir()
@@ -125,6 +147,8 @@ def test_where_name_and_templates(tmp_path):
         ("a.jsonl:where=x", "expected where=FIELD=VALUE"),
         ("a.jsonl:template=absent", r"template 'absent': expected text with \{prompt\}"),
         ("hub:", "expected hub:OWNER/NAME"),
+        ("a\udce9.jsonl", r"'a\\udce9.jsonl': name .by default the file's.: holds half a character"),
+        ("a.jsonl:template=\udce9 {prompt}", r"template '\\udce9 {prompt}': holds half a character"),
     ],
 )
 def test_bad_specs(spec, message):

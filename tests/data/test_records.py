@@ -30,6 +30,14 @@ def test_malformed_line_is_named(tmp_path):
         list(read_records(path))
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000])
+def test_json_that_python_does_not_read_is_named(tmp_path, value):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": ' + value + "}\n")
+    with pytest.raises(InputError, match=r"p\.jsonl:2: not JSON that can be read"):
+        list(read_records(path))
+
+
 def test_line_that_is_no_object_is_named(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n[1]\n')

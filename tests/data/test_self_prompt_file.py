@@ -47,3 +47,10 @@ def test_attempts_that_are_none(tmp_path, made):
     path.write_text(json.dumps({"prompt": FIRST, "attempts": made}) + "\n")
     with pytest.raises(InputError, match=r"x\.jsonl:1: attempts: got .*, expected a whole number"):
         SelfPromptFile(path, "x")
+
+
+def test_half_a_character_is_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"prompt": FIRST}) + "\n" + json.dumps({"prompt": "\ud83d"}) + "\n")
+    with pytest.raises(InputError, match=r"x\.jsonl:2: field 'prompt': holds half a character"):
+        SelfPromptFile(path, "x").save()

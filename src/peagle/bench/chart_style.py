@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,16 +18,40 @@ if TYPE_CHECKING:
 COLOURS = {"none": "#7d838c", "eagle3": "#2f6fb0", "p-eagle": "#d9661f", "endpoint": "#4f8a5b"}
 MARKERS = {"none": "s", "eagle3": "o", "p-eagle": "D", "endpoint": "^"}
 INK, GRID = "#22262b", "#e3e6ea"
+# of these, those that are there draw what DejaVu has no glyphs for
+MORE_FONTS = (
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Source Han Sans SC"),
+    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans", "Microsoft YaHei"),
+    "Arial Unicode MS",
+)
 STYLE = {
-    "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
+    "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
     "axes.edgecolor": "#9aa0a8", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.grid": False,
     "svg.hashsalt": "peagle", "svg.fonttype": "none",  # text stays text: a third of the size, and can be searched
 }  # fmt: skip
 
 
+@contextmanager
+def drawing() -> Iterator[None]:
+    """The figures' style. A name in a script that no font here has is drawn as boxes, without a warning a glyph."""
+    import matplotlib
+    from matplotlib.font_manager import fontManager
+
+    there = set(fontManager.get_font_names())
+    families = ["DejaVu Sans", *(name for name in MORE_FONTS if name in there)]
+    with matplotlib.rc_context({**STYLE, "font.family": families}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
 def name_of(method: str) -> str:
     return METHOD_NAMES.get(method, method)
+
+
+def cut_short(name: str) -> str:
+    """A user's name for a thing, as long as axes have room for it."""
+    return name if len(name) <= 32 else f"{name[:31]}…"
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -49,6 +76,11 @@ def bare(axes: Axes, grid: str = "y") -> None:
     axes.grid(axis=grid, color=GRID, linewidth=0.8)  # type: ignore[arg-type]
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
+
+
+def say_instead(axes: Axes, text: str) -> None:
+    """Text in the middle of axes that have nothing to show."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9.5, color=INK)
 
 
 def value_axis(axes: Axes, low: float, high: float) -> None:

@@ -12,10 +12,12 @@ from peagle.bench.chart_style import (
     INK,
     MARKERS,
     bare,
+    cut_short,
     halo,
     name_of,
     new_figure,
     plain_number,
+    say_instead,
     short_number,
     value_axis,
 )
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
+NOTHING = "nothing to compare: every run has\na failed request, or not one token"
 
 # where a point's label stands (points right and up, alignment): a side each, since points of methods may coincide
 LABELS = {
@@ -70,6 +74,8 @@ def _rates(
         found = [(x, best(points, engine, workload, method, c)) for x, c in enumerate(users)]
         there = [(x, p) for x, p in found if p is not None]
         if not there:
+            empty = f"{name_of(method)}: nothing to compare"
+            axes.plot([], [], color=COLOURS[method], marker=MARKERS[method], label=empty)
             continue
         xs, rates = [x for x, _ in there], [p.rate for _, p in there]
         spans = np.array([[p.rate - min(p.rates), max(p.rates) - p.rate] for _, p in there]).T
@@ -92,6 +98,8 @@ def _rates(
                     f"{found_ratio.value:.2f}×", (x, tops[x]), xytext=(0, 8), textcoords="offset points", ha="center",
                     fontsize=9.5, fontweight="bold", color=COLOURS[pair[0]],
                 )  # fmt: skip
+    if not any(tops.values()):
+        say_instead(axes, NOTHING)
     axes.set_title(title)
     axes.set_xticks(range(len(users)), [str(c) for c in users])
     axes.set_xlim(-0.4, len(users) - 0.6)
@@ -106,6 +114,7 @@ def _speed_ups(
 ) -> None:
     width = min(0.8 / max(len(methods), 1), 0.36)
     top = 1.0
+    drawn: set[str] = set()
     for index, method in enumerate(methods):
         for x, c in enumerate(users):
             found = ratio(points, engine, workload, method, "none", c)
@@ -114,7 +123,8 @@ def _speed_ups(
             where = x + (index - (len(methods) - 1) / 2) * width
             span = [[found.value - found.low], [found.high - found.value]]
             axes.bar(where, found.value, width * 0.92, color=COLOURS[method], zorder=2,
-                     label=name_of(method) if x == 0 else None)  # fmt: skip
+                     label=None if method in drawn else name_of(method))  # fmt: skip
+            drawn.add(method)
             if found.high > found.low:
                 axes.errorbar(where, found.value, yerr=span, color=INK, capsize=2, linewidth=1, zorder=3)
             small = 7.0 if len(users) * len(methods) > 8 else 8.5
@@ -127,10 +137,13 @@ def _speed_ups(
     axes.set_ylim(0, top * 1.22)
     axes.set_title("Speed-up over no speculation\nwhite: the K that was best")
     axes.set_xticks(range(len(users)), [str(c) for c in users])
+    axes.set_xlim(-0.5, len(users) - 0.5)
     axes.set_xlabel("concurrency (users at once)")
     bare(axes)
-    if methods:
+    if drawn:
         axes.legend(frameon=False, loc="upper right", ncols=2)
+    else:
+        say_instead(axes, "nothing to compare: at no concurrency\nare there both a head and no speculation")
 
 
 def overview_chart(points: Sequence[Point]) -> Figure:
@@ -143,7 +156,7 @@ def overview_chart(points: Sequence[Point]) -> Figure:
         for method in methods_of(points, workload, engine):
             point = best(points, engine, workload, method, c)
             if point is not None:
-                group = f"{workload}\n{engine}, C={c}"
+                group = f"{cut_short(workload)}\n{cut_short(engine)}, C={c}"
                 rows.append((group, method, point, point.rate / plain.rate if plain is not None else None))
     figure = new_figure(10.5, max(2.0, 0.34 * len(rows) + 0.3 * len(shown) + 0.9))
     axes = figure.subplots()
@@ -160,6 +173,8 @@ def overview_chart(points: Sequence[Point]) -> Figure:
             axes.annotate(text, (point.rate, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
             y += 1
         y += 0.8
+    if not rows:
+        say_instead(axes, NOTHING)
     axes.set_yticks(ticks, labels)
     axes.invert_yaxis()
     axes.set_xlim(0, max((row[2].rate for row in rows), default=1.0) * 1.42)
@@ -235,6 +250,8 @@ def interactivity_chart(points: Sequence[Point], workload: str, engine: str) -> 
     bare(axes, "both")
     if rates:
         axes.legend(frameon=False)
+    else:
+        say_instead(axes, NOTHING)
     return figure
 
 
@@ -259,7 +276,7 @@ def lengths_chart(points: Sequence[Point]) -> Figure | None:
             axes.annotate(f"{name} {where:,.0f}", (where, 1.0), xycoords=("data", "axes fraction"), xytext=(-4, -2),
                           textcoords="offset points", ha="right", va="top", rotation=90, fontsize=8.5,
                           color=colour)  # fmt: skip
-        axes.set_title(workload)
+        axes.set_title(cut_short(workload))
         axes.set_xlabel("prompt + answer, tokens")
         axes.set_ylabel("requests")
         axes.yaxis.get_major_locator().set_params(integer=True)

@@ -44,7 +44,6 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
     added: arms read from elsewhere. Raises InputError when there is nothing to report or it cannot be written.
     """
     import jinja2
-    import matplotlib
 
     from peagle.bench import arm_tables, chart_style, charts, engine_tables
     from peagle.bench import report_tables as tables
@@ -55,12 +54,14 @@ def write_report(results: ResultsFile, added: Sequence[dict[str, Any]], folder: 
         raise InputError(f"{results.path}: holds no measurement to report{reasons}")
     points = points_of(arms)
     sections = []
-    with matplotlib.rc_context(chart_style.STYLE):
+    shown_panels = panels(points)
+    names = distinct([f"{_file_name(workload)}-{_file_name(engine)}" for workload, engine in shown_panels])
+    with chart_style.drawing():
         overview = _draw(charts.overview_chart(points), folder, "overview", "tokens/s at the lowest concurrency")
         lengths_figure = charts.lengths_chart(points)
         lengths = lengths_figure and _draw(lengths_figure, folder, "lengths", "lengths of prompt and answer together")
-        for workload, engine in panels(points):
-            where, about = f"{_file_name(workload)}-{_file_name(engine)}", f"{workload}, {engine}"
+        for (workload, engine), where in zip(shown_panels, names, strict=True):
+            about = f"{workload}, {engine}"
             acceptance = charts.acceptance_chart(points, workload, engine)
             throughput = charts.throughput_chart(points, workload, engine)
             interactivity = charts.interactivity_chart(points, workload, engine)
@@ -137,12 +138,27 @@ def _draw(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
     text = svg.getvalue()
     text = text[text.index("<svg") :]
     # ids are the same in every figure that matplotlib draws; in one page they must differ
-    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{_file_name(name)}-", text)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
     return Drawn(name, caption, text)
 
 
 def _file_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-") or "unnamed"
+    """Letters of any script, digits, dots and hyphens; short enough for any file system."""
+    return re.sub(r"[^\w.-]+|_+", "-", text)[:60].strip("-.") or "unnamed"
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, those that are there already (in whatever case: file systems differ) with a number behind them."""
+    taken: set[str] = set()
+    found = []
+    for name in names:
+        number, one = 1, name
+        while one.casefold() in taken:
+            number += 1
+            one = f"{name}-{number}"
+        taken.add(one.casefold())
+        found.append(one)
+    return found
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +21,15 @@ from peagle.errors import InputError
 
 TAIL_LINES = 25
 STOP_SECONDS = 30.0
+# Becomes the command, after asking the kernel for a SIGTERM when its parent (the first argument) is gone. Not a
+# `preexec_fn`, which is not safe in a process with threads.
+ENDS_WITH_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[3:])
+"""
 
 
 class ServerStartError(InputError):
@@ -46,18 +58,25 @@ def running_server(
 ) -> Iterator[None]:
     """Start `command`, wait until url/health answers 200, and stop the whole process group at the end.
 
-    Output goes to `log`, behind what earlier starts left there. Raises ServerStartError when the process ends or is not
-    ready after start_timeout seconds.
+    Output goes to `log`, behind what earlier starts left there. On Linux the server is asked to end too when this
+    process is killed. Raises ServerStartError when the process ends or is not ready after start_timeout seconds.
     """
+    program = shutil.which(command[0], path=env.get("PATH"))
+    if program is None:
+        raise ServerStartError(f"{command[0]} cannot be started (no such program)")
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as file:
         file.write(f"$ {shlex.join(command)}\n")
         file.flush()
         try:
             process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=dict(env),
+                _ending_with_this_process(program, command),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=dict(env),
                 start_new_session=True,
-            )  # fmt: skip
+            )
         except OSError as error:
             raise ServerStartError(f"{command[0]} cannot be started ({error.strerror or error})")
         try:
@@ -65,6 +84,13 @@ def running_server(
             yield
         finally:
             stop(process)
+
+
+def _ending_with_this_process(program: str, command: Sequence[str]) -> list[str]:
+    # the signal comes when the thread that has started a process ends, so other threads do without
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return [program, *command[1:]]
+    return [sys.executable, "-I", "-S", "-c", ENDS_WITH_PARENT, str(os.getpid()), program, *command]
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path, start_timeout: float) -> None:
@@ -84,13 +110,15 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path, s
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started: asked first, then forced."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-    # workers of a server that ended badly may live on in its group
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """End a process and all that it started: asked first, then forced; an interrupt meanwhile forces at once."""
+    try:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+    finally:
+        # workers of a server that ended badly may live on in its group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -44,14 +44,16 @@ class Point:
 
     @property
     def compares(self) -> bool:
-        """Whether it takes part in comparisons."""
-        return bool(self.clean) and self.rate > 0
+        """Whether it takes part in comparisons: not beside a repeat without a token, whose ratio says nothing."""
+        return bool(self.clean) and min(self.rates, default=0.0) > 0
 
     @property
     def left_out(self) -> str:
         """What is not counted, in words: `left out: 1 failed`, `1 of 3 runs left out: 1 failed`; empty for nothing."""
         if not self.failed:
-            return "" if self.compares else "left out: no token"
+            without = sum(rate <= 0 for rate in self.rates)
+            some = f" in {without} of {len(self.arms)} runs" if 0 < without < len(self.arms) else ""
+            return "" if self.compares else f"left out: no token{some}"
         some = f"{len(self.arms) - len(self.clean)} of {len(self.arms)} runs " if self.clean else ""
         return f"{some}left out: {self.failed} failed"
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peagle.cli.demo import DEMO_TARGET, choose_heads
+from peagle.cli.ending_signals import ends_on_signals
+from peagle.data.whole_text import whole_text
 from peagle.errors import InputError
 
 if TYPE_CHECKING:
@@ -251,7 +253,8 @@ def bench(
     for note in check_plan(plan, text):
         typer.echo(f"note: {note}", err=True)
     screen = TerminalScreen()
-    results = run_plan(plan, text, screen)
+    with ends_on_signals():
+        results = run_plan(plan, text, screen)
     typer.echo(write_report(results, added, output) if report else terminal_text(results, added))
     failed = sum(int(arm["failed"]) for arm in results.arms.values())
     missing, failed_starts = not_measured(plan, results), results.failed_starts
@@ -293,6 +296,7 @@ def read_object(flag: str, text: str) -> dict[str, Any]:
     """A JSON object from a flag."""
     try:
         value = json.loads(text)
+        whole_text(json.dumps(value, ensure_ascii=False), flag)
     except json.JSONDecodeError as error:
         raise InputError(f"{flag}: {error}, expected a JSON object")
     if not isinstance(value, dict):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peagle.cli.data_sigterm import ends_on_sigterm
+from peagle.cli.ending_signals import ends_on_signals
 from peagle.cli.json_flag import json_object
 from peagle.errors import InputError
 
@@ -223,7 +223,7 @@ def generate(
         )
 
     if endpoint is None:
-        with ends_on_sigterm():
+        with ends_on_signals():
             run(job, open_target, typer.echo)
         return
     try:
@@ -239,7 +239,7 @@ def generate(
         **{key: value for key, value in given_settings.items() if value is not None},  # type: ignore[arg-type]
     )
 
-    with ends_on_sigterm(), ExitStack() as stack:
+    with ends_on_signals(), ExitStack() as stack:
 
         def ask_endpoint() -> GeneratingTarget:
             generating, engine = open_endpoint(job, target, settings, concurrency or 64, max_model_len, typer.echo)

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from peagle.cli.data_sigterm import ends_on_sigterm
 from peagle.cli.device_map_flag import TargetDeviceMap
+from peagle.cli.ending_signals import ends_on_signals
 from peagle.cli.json_flag import json_object
 from peagle.errors import InputError
 
@@ -70,7 +70,7 @@ def hidden_states(
         answers.check_target(loaded.tokenizer, loaded.vocab_size)
     shard_bytes = int(shard_gib * 2**30)
     plan = plan_states(loaded, answers, stored, parse_layer_ids(aux_layer_ids), max_length, shard_bytes, computed_in)  # type: ignore[arg-type]
-    with ends_on_sigterm(), ExitStack() as stack:
+    with ends_on_signals(), ExitStack() as stack:
 
         def encoder() -> Encode:
             if by_vllm:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -41,10 +42,24 @@ async def stream_chunks(
         if response.status_code != 200:
             text = (await response.aread()).decode("utf-8", "replace").strip()
             raise StatusError(response.status_code, text or response.reason_phrase, response.headers)
-        async for received in response.aiter_bytes():
-            now = time.perf_counter()
-            for data in events.push(received):
-                yield now, None if data == "[DONE]" else parse_chunk(data)
+        pieces = response.aiter_bytes()
+        try:
+            async for received in pieces:
+                now = time.perf_counter()
+                for data in events.push(received):
+                    yield now, None if data == "[DONE]" else parse_chunk(data)
+        finally:
+            await _end(response, pieces)
+
+
+async def _end(response: httpx.Response, pieces: AsyncIterator[bytes]) -> None:
+    """Close a response that may not have been read to its end, and the iterator over it."""
+    await response.aclose()
+    # httpx nests several generators, and `aclose` of the outer one leaves the inner ones to tasks that may outlive the
+    # loop; the next read from a closed response ends all of them
+    with suppress(httpx.HTTPError, httpx.StreamError):
+        async for _ in pieces:
+            pass
 
 
 def parse_chunk(data: str) -> dict[str, Any]:

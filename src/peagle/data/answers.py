@@ -9,13 +9,14 @@ from tqdm import tqdm
 from peagle.data.chat_format import ChatFormat
 from peagle.data.prompts import Prompt
 from peagle.data.refusals import RefusalFile
-from peagle.data.request_queue import Completion, EndpointError, EngineLike, RequestQueue
+from peagle.data.request_queue import NOT_ANSWERED, Completion, EndpointError, EngineLike, RequestQueue
 from peagle.data.self_prompts import SelfPromptSettings, TurnFilter, stable_seed, turn_params
 from peagle.data.shards import Answer, ShardWriter
 from peagle.engine.sampling_params import SamplingParams
 from peagle.errors import InputError
 
 TOO_LONG = "longer than the model"
+ANSWERED_BEFORE, REFUSED_BEFORE = "answered before", "refused before"
 NAMED = 5  # prompts that a message names
 
 
@@ -45,7 +46,8 @@ class AnswerSettings:
 class AnswerReport:
     """What a run did; `skipped` counts prompts left out by reason.
 
-    `too_long` names, by prompt id, those that the model has no room for: "FILE:LINE (N tokens)".
+    `too_long` names, by prompt id, those that the model has no room for: "FILE:LINE (N tokens)". `last_failure` is what
+    a server said, or what became of the request, when it gave no answer; "" if it always did.
     """
 
     conversations: int = 0
@@ -55,13 +57,26 @@ class AnswerReport:
     loops: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     too_long: dict[str, str] = field(default_factory=dict)
+    last_failure: str = ""
+
+    @property
+    def nothing_answered(self) -> bool:
+        """Whether a server answered nothing of what it was asked, or has refused all that there is before."""
+        if self.conversations:
+            return False
+        if any(self.skipped[f"{reason} by the server"] for reason in NOT_ANSWERED):
+            return True
+        return self.skipped[REFUSED_BEFORE] > 0 and not self.skipped[ANSWERED_BEFORE]
 
     def line(self) -> str:
-        skipped = "".join(f", {count} {reason}" for reason, count in self.skipped.items())
+        skipped = f", {self.skipped_line()}" if self.skipped else ""
         return (
             f"{self.conversations} conversations, {self.answers} answers, {self.answer_tokens} answer tokens, "
             f"{self.cut} answers cut at the length limit, {self.loops} cut in a loop{skipped}"
         )
+
+    def skipped_line(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in self.skipped.items())
 
     def too_long_line(self) -> str:
         """A few of the prompts that the model has no room for, and how many more there are."""
@@ -169,6 +184,7 @@ def write_answers(
         conversation = done.tag
         if not done.answered and not conversation.asking:
             report.skipped[f"{done.finish_reason} by the server"] += 1
+            report.last_failure = str(done.refusal or "")
             if done.finish_reason == "refused" and done.refusal is not None and refusals is not None:
                 turn = conversation.answered + 1
                 refusals.add(conversation.prompt, conversation.temperature, turn, done.refusal)
@@ -213,9 +229,12 @@ def write_answers(
                 advance(completion)
             rate = queue.generated / max(bar.format_dict["elapsed"], 1e-9)
             bar.set_postfix_str(f"{rate:,.0f} tok/s, {queue.generated / 1e6:.2f}M tokens", refresh=False)
-    except (KeyboardInterrupt, EndpointError):
+    except KeyboardInterrupt:
         writer.flush()
         raise
+    except EndpointError as error:
+        writer.flush()
+        raise EndpointError(f"{error} (in this run: {report.line()})") from error
     finally:
         bar.close()
     writer.flush()
@@ -233,7 +252,7 @@ def _pending(
     todo = []
     for prompt in sorted(prompts, key=lambda prompt: prompt.prompt_id):
         for temperature in temperatures_of(prompt, settings):
-            for known, reason in ((done, "answered before"), (refused, "refused before")):
+            for known, reason in ((done, ANSWERED_BEFORE), (refused, REFUSED_BEFORE)):
                 at = known.get(prompt.prompt_id, set())
                 if round(temperature, 4) in at if settings.every else at:
                     report.skipped[reason] += 1

@@ -12,7 +12,7 @@ from peagle.data.job import GenerateJob, check_job, file_name, group_turns, in_p
 from peagle.data.metadata import target_facts
 from peagle.data.prompts import Prompt, load_prompts
 from peagle.data.refusals import RefusalFile
-from peagle.data.request_queue import EngineLike
+from peagle.data.request_queue import EndpointError, EngineLike
 from peagle.data.self_prompt_file import SelfPromptFile
 from peagle.data.self_prompts import SelfPromptGroup, TurnFilter, stable_seed, write_prompts
 from peagle.data.shards import ShardWriter, answered_prompts, prepare_folder, write_counts
@@ -42,7 +42,7 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
 
     Raises:
         InputError: bad settings, prompt or evaluation files, a folder of another target, a full disk, a server that is
-            down, prompts that are all longer than the model.
+            down or answers nothing, prompts that are all longer than the model.
     """
     check_job(job)
     guard = ContaminationGuard.from_files(job.exclude) if job.exclude else None
@@ -91,6 +91,12 @@ def generate(job: GenerateJob, open_target: Callable[[], GeneratingTarget], say:
     say(report.line())
     if refusals is not None and refusals.path.exists():
         say(f"{refusals.path}: what the server refused, and why; --retry-refused asks it again")
+    if report.nothing_answered:
+        last = f"; one of them: {report.last_failure}" if report.last_failure else ""
+        raise EndpointError(
+            f"endpoint: none of the prompts was answered: {report.skipped_line()}{last}; the same command asks again "
+            "what was not refused, and with --retry-refused all"
+        )
     return report
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from peagle.data.hub import read_hub_records
 from peagle.data.records import SUFFIXES, Record, read_records
 from peagle.data.rerender import python_stubs
+from peagle.data.whole_text import whole_text
 from peagle.errors import InputError
 
 TEMPLATES = {
@@ -64,7 +65,7 @@ class PromptSource:
 
 
 def make_prompt(source: str, turns: Sequence[str], system: str | None = None, place: str = "") -> Prompt:
-    """A prompt with its stable id (64 bits of a SHA-256 over source and content)."""
+    """A prompt with its stable id (64 bits of a SHA-256 over source and content), all of it `whole_text`."""
     content = json.dumps([source, system, list(turns)], ensure_ascii=False)
     return Prompt(hashlib.sha256(content.encode()).hexdigest()[:16], source, tuple(turns), system, place)
 
@@ -84,7 +85,7 @@ def parse_source(spec: str) -> PromptSource:
 
     Raises:
         InputError: an unknown option or template, a limit or join that is not a positive number, or an option that
-            would change nothing: config for a file, field beside transform.
+            would change nothing: config for a file, field beside transform; a name or template that is no UTF-8.
     """
     location, *rest = _OPTION.split(spec)
     options = dict(part.split("=", 1) for part in rest)
@@ -118,9 +119,10 @@ def parse_source(spec: str) -> PromptSource:
     if where is not None and "=" not in where:
         raise InputError(f"--prompts {spec!r}: where={where}: expected where=FIELD=VALUE")
     template = options.get("template")
+    name = options.get("name", f"{name}/{transform}" if transform else name)
     return PromptSource(
         location=location,
-        name=options.get("name", f"{name}/{transform}" if transform else name),
+        name=whole_text(name, f"--prompts {spec!r}: name (by default the file's)"),
         limit=int(options["limit"]) if "limit" in options else None,
         join=int(options.get("join", 1)),
         template=None if template is None else load_template(template),
@@ -139,7 +141,7 @@ def load_template(value: str) -> str:
         InputError: it is none of these, or the file's text has no {prompt}.
     """
     if "{prompt}" in value:
-        return value.replace("\\n", "\n")
+        return whole_text(value.replace("\\n", "\n"), f"template {value!r}")
     if value in TEMPLATES:
         return TEMPLATES[value]
     if not Path(value).is_file():
@@ -186,7 +188,7 @@ def _read_source(source: PromptSource) -> Iterator[Prompt]:
         rows = ((place, row) for place, row in rows if str(row.get(key)) == value)
     if source.transform == "python_stub":
         for place, stub in python_stubs(rows):
-            yield _templated(source, None, [stub], place)
+            yield _templated(source, None, [whole_text(stub, f"{place}: field 'prompt'")], place)
         return
     for place, row in rows:
         system, turns = turns_of(row, place, source.field)
@@ -203,7 +205,7 @@ def turns_of(row: Record, place: str, field: str | None = None) -> tuple[str | N
     """System message (or None) and user turns of a row, in a form recognised from its fields, or from `field` alone.
 
     Raises:
-        InputError: no known field, or one that holds no text; `place` is named.
+        InputError: no known field, or one that holds no text or half a character; `place` and the field are named.
     """
     if field is not None:
         if field not in row:
@@ -226,7 +228,7 @@ def _instruction(row: Record, place: str) -> str:
     instruction = _text(row["instruction"], f"{place}: field 'instruction'")
     if given is None or str(given).strip().lower() in _NO_INPUT:
         return instruction
-    return f"{instruction}\n\n{given}"
+    return whole_text(f"{instruction}\n\n{given}", f"{place}: field 'input'")
 
 
 def _turns_of_value(value: Any, place: str) -> tuple[str | None, list[str]]:
@@ -262,4 +264,4 @@ def _text(value: Any, place: str) -> str:
         raise InputError(f"{place}: expected text, got {type(value).__name__}")
     if not value.strip():
         raise InputError(f"{place}: empty text")
-    return value
+    return whole_text(value, place)

@@ -64,6 +64,8 @@ def _parse(path: Path, content: bytes, first_line: int = 1) -> Any:
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise InputError(f"{path}:{line}: not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, and brackets as deep
+        raise InputError(f"{path}:{first_line}: not JSON that can be read: {error}") from error
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -33,6 +33,9 @@ class Refusal:
     status: int | None
     message: str
 
+    def __str__(self) -> str:
+        return self.message if self.status is None else f"{self.status}: {self.message}"
+
 
 class LoopWatch:
     """Where a growing answer begins to loop, looked at after every CHECK_EVERY tokens, however many come at a time.

@@ -7,6 +7,7 @@ from pathlib import Path
 from peagle.data.records import Record, read_records
 from peagle.data.self_prompts import Attempts
 from peagle.data.shards import replacing
+from peagle.data.whole_text import whole_text
 from peagle.errors import InputError
 
 UNCOUNTED = 1 << 40  # files of earlier versions do not say how many there were: further than any of them came
@@ -31,7 +32,7 @@ class SelfPromptFile:
         self._every, self._seconds = every, seconds
         if path.exists():
             for place, row in read_records(path):
-                self.turns.append(str(row["prompt"]))
+                self.turns.append(whole_text(str(row["prompt"]), f"{place}: field 'prompt'"))
                 self.attempts = Attempts(_attempts_of(row, place))
         self._saved, self._saved_at = len(self.turns), time.monotonic()
 

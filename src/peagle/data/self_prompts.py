@@ -20,6 +20,7 @@ from peagle.data.comparable import normalise
 from peagle.data.contamination import ContaminationGuard, DropReport
 from peagle.data.prompts import Prompt, make_prompt
 from peagle.data.request_queue import NOT_ANSWERED, EngineLike, RequestQueue
+from peagle.data.whole_text import whole_text
 from peagle.engine.sampling_params import SamplingParams
 from peagle.errors import InputError
 
@@ -51,7 +52,7 @@ def parse_group(spec: str, openings: Sequence[str] = ()) -> SelfPromptGroup:
         openings: used when the spec has none.
 
     Raises:
-        InputError: N is no positive number, or an unknown option.
+        InputError: N is no positive number, an unknown option, or words that are no UTF-8.
     """
     count, *rest = re.split(r":(?=(?:name|openings|temperature)=)", spec)
     if not count.isdecimal() or int(count) < 1:
@@ -71,8 +72,8 @@ def parse_group(spec: str, openings: Sequence[str] = ()) -> SelfPromptGroup:
         openings = given.replace("\\n", "\n").split("|")
     return SelfPromptGroup(
         count=int(count),
-        name=options.get("name", SOURCE),
-        openings=tuple(openings) or ("",),
+        name=whole_text(options.get("name", SOURCE), f"--self-prompts {spec!r}: name"),
+        openings=tuple(whole_text(words, f"--self-prompts {spec!r}: openings") for words in openings) or ("",),
         temperature=None if temperature is None else float(temperature),
     )
 
