@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from peagle.engine.draft_length import MARGIN, PRIOR_RATE, DraftLength
+from peagle.engine.draft_length import MARGIN, PRIOR_RATE, SCOUT_SHARE, DraftLength
 from peagle.engine.step_costs import StepCosts
 
 K = 3
@@ -133,9 +133,9 @@ def test_back_when_costs_fall() -> None:
     machine.run(16, 500)
     assert share(machine.run(16, 200), 0, 0.5) > 0.9
     machine.cost = lambda requests, k: 1 + 0.1 * k
-    machine.run(16, 3000)
+    machine.run(16, 12000)
     assert share(machine.run(16, 500), 0, 0.5) < 0.05
-    machine.run(16, 5000)
+    machine.run(16, 12000)
     assert share(machine.run(16, 500), 2, K) > 0.5
 
 
@@ -147,8 +147,28 @@ def test_a_slower_machine_changes_nothing() -> None:
     assert share(machine.run(4, 500), 2, K) > 0.95
 
 
+def test_what_slows_down_plain_steps_makes_drafts_no_cheaper() -> None:
+    """A client on the same cores: had only the plain steps, the only ones seen, become dearer, drafts would pay."""
+    machine = Machine(lambda requests, k: 1 + 0.6 * k, 0.68)
+    machine.run(16, 300)
+    assert share(machine.run(16, 300), 0, 0.2) > 0.97
+    cost = machine.cost
+    machine.cost = lambda requests, k: 3 * cost(requests, k)
+    assert share(machine.run(16, 300), 0, 0.2) > 0.97
+
+
+@pytest.mark.parametrize("step", [0.6, 0.9, 1.5])
+def test_what_trials_take_where_no_drafts_pay(step: float) -> None:
+    machine = Machine(lambda requests, k: 1 + step * k, 0.68)
+    machine.run(16, 300)
+    tokens, seconds = machine.tokens, machine.seconds
+    machine.run(16, 20000, answer=45, prompt=150)
+    speed = (machine.tokens - tokens) / (machine.seconds - seconds)
+    assert speed > 0.99 * 16 / machine.cost(16, 0)
+
+
 def test_a_hiccup_changes_nothing() -> None:
-    machine = Machine(lambda requests, k: 1 + 0.2 * k, 0.6)
+    machine = Machine(lambda requests, k: 1 + 0.15 * k, 0.6)
     machine.run(4, 200)
     machine.length.costs.observe(4, K, 100.0)
     assert share(machine.run(4, 100), 1, K) > 0.9
@@ -167,12 +187,12 @@ def timed(cost: Cost, make_up_seconds: float = 0.01) -> DraftLength:
 
 
 def test_whether_drafting_pays_for_a_request() -> None:
-    """Three drafts save (2.176 - 1.3) / 4 = 0.219 a step, and a row that is missing takes 0.01."""
+    """Three drafts save (2.176 - 1.3) / 4 = 0.219 a step, and a row that is missing takes 0.01, by the margin 0.013."""
     length = timed(lambda requests, k: 1 + 0.1 * k)
     assert length.pays(4, K, 0, 1)
     assert length.pays(4, K, 1000, 2000)
-    assert length.pays(4, K, 1000, 101)  # 46 steps
-    assert not length.pays(4, K, 1000, 98)  # 45
+    assert length.pays(4, K, 1000, 130)  # 59.7 steps
+    assert not length.pays(4, K, 1000, 128)  # 58.8
     assert length.pays(4, K, 1400, 10_000)
     # for 100 tokens it does not pay to run a prompt of 5000 through the head; for as many steps it does
     assert not length.pays(4, K, 5000, 100)
@@ -191,8 +211,9 @@ def test_scouts_take_a_share_of_the_time() -> None:
             count += length.scouts(4, 1, rows_behind)
         return count
 
-    assert sent(0) == pytest.approx(1000 * 0.01 / 0.5, abs=2)
-    assert sent(150) == pytest.approx(1000 * 0.01 / 2.0, abs=2)
+    share = 1000 * 2 * SCOUT_SHARE  # of the seconds of steps of 2
+    assert sent(0) == pytest.approx(share / 0.5, abs=2)
+    assert sent(150) == pytest.approx(share / 2.0, abs=2)
     length.costs = StepCosts(K)
     length.costs.add(4, {0: 1.0, K: 1.0})
     assert sent(0) == pytest.approx(1000 / 16, abs=1)  # they are not sent more often where they cost nothing

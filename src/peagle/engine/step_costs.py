@@ -10,7 +10,8 @@ from bisect import bisect_left
 
 LOCAL, COMMON = 0.1, 0.2  # how fast a cost follows what is observed, and all the others with it
 LARGEST_SURPRISE = 1.25  # a step that takes longer, or is faster, counts as this: something else went on
-OPTIMISM = 1 / 5000  # by how much an unused k gets cheaper a step
+SETTLED = 50  # observations of one k in a row after which a surprise is the machine's and not that k's
+OPTIMISM = 1 / 20000  # by how much an unused k gets cheaper a step: at 1 / 5000 trials took 2 % where no k pays
 WHOLE = 0.25  # so near to a whole number of drafts counts as it, where nothing is known yet
 SAME_LOAD = 1.5  # numbers of requests that differ by no more than this factor share a measurement
 
@@ -29,6 +30,7 @@ class StepCosts:
         self._first: dict[int, float] = {}  # before there is a measurement: what was seen at a load, by k
         self._first_number = 1
         self._new: tuple[int, int, float] | None = None  # seen once, far from all measurements
+        self._last_k, self._in_a_row = -1, 0  # what was observed last, and how often
 
     def untried(self) -> int | None:
         """A k to try before anything can be said: first all drafts, then none. None once both are known."""
@@ -65,6 +67,7 @@ class StepCosts:
     def observe(self, number: int, mean: float, seconds: float) -> None:
         """Follow what a step took in which requests verified, and got, so many drafts in the mean."""
         k = round(mean)
+        self._last_k, self._in_a_row = k, self._in_a_row + 1 if k == self._last_k else 0
         if not self.numbers:
             if abs(mean - k) > WHOLE:
                 return
@@ -81,9 +84,10 @@ class StepCosts:
         parts = [max(1 - abs(mean - j), 0.0) for j in range(self.max_drafts + 1)]  # how much of each k it was
         expected = sum(part * self.at(number, j) for j, part in enumerate(parts))
         ratio = min(max(seconds / expected, 1 / LARGEST_SURPRISE), LARGEST_SURPRISE)
+        settled = self._in_a_row >= SETTLED  # else what slows the machine down would make the other k look cheap
         for i, weight in self._around(number):
             self.seconds[i] = [
-                cost * ratio ** (LOCAL * weight * part) * (1 - OPTIMISM * (1 - part))
+                cost * ratio ** (LOCAL * weight * (1.0 if settled else part)) * (1 - OPTIMISM * (1 - part))
                 for cost, part in zip(self.seconds[i], parts, strict=True)
             ]
         self.seconds = [[cost * ratio**COMMON for cost in row] for row in self.seconds]
