@@ -18,8 +18,10 @@ import pytest
 from transformers import LlamaConfig, MambaConfig
 
 import peagle
+from peagle.cli.serve import api_keys
 from peagle.config.engine import EngineConfig
 from peagle.config.speculative import SpeculativeConfig
+from peagle.errors import InputError
 from tests.cli.conftest import run_peagle
 from tests.conftest import COMMON
 
@@ -34,7 +36,7 @@ from tests.conftest import COMMON
         (["--speculative-config", '{"method": "eagle3", "model": "x"}'], "num_speculative_tokens is missing"),
         (["--speculative-config", '{"method": "mtp", "model": "x", "num_speculative_tokens": 3}'], "method"),
         (["--block-size", 0], "block_size"),
-        (["--api-key", ""], "--api-key: got an empty key"),
+        (["--api-key", ""], "--api-key: got a key that is empty"),
         (["--tensor-parallel-size", 2], "go with --engine vllm"),
         (["--allowed-origins", "*"], "--allowed-origins: not JSON"),
         (["--allowed-origins", '"*"'], "expected a JSON list of strings"),
@@ -214,3 +216,36 @@ def test_without_the_extra_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_peagle("serve", "no/such-model")
     assert result.exit_code == 2
     assert "peagle[server]" in result.output
+
+
+def test_keys_of_flags_and_environment() -> None:
+    assert api_keys(None, {}) == ()
+    assert api_keys(["a", "b"], {"PEAGLE_API_KEY": "c"}) == ("a", "b")
+    assert api_keys(None, {"PEAGLE_API_KEY": "my secret", "VLLM_API_KEY": "other"}) == ("my secret",)
+    assert api_keys([], {"VLLM_API_KEY": "other"}) == ("other",)
+    for given, environ, name in (
+        ([""], {}, "--api-key"),
+        (["a", " "], {}, "--api-key"),
+        (None, {"PEAGLE_API_KEY": ""}, "PEAGLE_API_KEY"),
+        (None, {"VLLM_API_KEY": "secret\n"}, "VLLM_API_KEY"),
+    ):
+        with pytest.raises(InputError, match=f"^{name}: got a key that is empty or has spaces around it"):
+            api_keys(given, environ)
+
+
+def test_a_signal_between_listening_and_serving_ends_in_order() -> None:
+    code = """
+import os, signal
+from peagle.server.run import DrainingServer, end_on_signals
+import uvicorn
+class Loop: draining, num_taken = False, 0
+loop = Loop()
+async def app(scope, receive, send): pass
+server = DrainingServer(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"), loop, 5.0)
+end_on_signals(server)
+os.kill(os.getpid(), signal.SIGTERM)
+server.run()
+print("ended", loop.draining)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended True\n"), done.stderr

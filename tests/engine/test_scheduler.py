@@ -90,6 +90,17 @@ def test_drafts_are_cut_to_the_budget() -> None:
     assert plan.num_drafts == [4, 0]
 
 
+def test_drafts_leave_a_row_to_each_request_behind() -> None:
+    """Else the first requests' drafts would take every step's budget, and the last ones stand still till they end."""
+    scheduler = Scheduler(BlockManager(100, 4), 4, max_num_batched_tokens=6)
+    for name in "abc":
+        scheduler.add(make_request(name, 2, k=4))
+    advance(scheduler, scheduler.schedule())
+    plan = scheduler.schedule().plan
+    assert plan.num_drafts == [3, 0, 0]
+    assert plan.query_lens == [4, 1, 1]
+
+
 def test_lookahead_is_reserved_and_ends_at_the_limit() -> None:
     """Positions that a step can touch: the drafts that stand and K - 1 behind them."""
     blocks = BlockManager(100, 1)

@@ -256,6 +256,39 @@ def test_drain(start: Start, target: Target) -> None:
     server.settle()
 
 
+def test_a_drain_waits_for_clients_that_read_slowly(start: Start, target: Target) -> None:
+    """The engine is done with an answer long before a slow client has it."""
+    server = start(tiny_engine(target), drain_seconds=20)
+    server.server.handle_exit(signal.SIGTERM, None)
+    wait_for(lambda: server.server.should_exit)
+    assert 15 < server.server.config.timeout_graceful_shutdown <= 20  # type: ignore[operator]
+    assert not server.server.force_exit
+    server.server.handle_exit(signal.SIGTERM, None)  # a second one waits for nobody
+    assert server.server.force_exit
+
+
+def test_a_chat_stream_begins_with_its_first_token(start: Start, target: Target) -> None:
+    """Load generators take the role chunk's time for the first token's."""
+    server = start(tiny_engine(target))
+    gate = hold(server.engine)
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": True}
+    came: list[str] = []
+
+    def read() -> None:
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body | {"model": MODEL}, timeout=60) as answer:
+            came.extend(line for line in answer.iter_lines() if line)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        wait_for(lambda: server.loop.num_open == 1)
+        time.sleep(0.3)
+        assert came == []
+        gate.set()
+        reading.result()
+    assert '"role": "assistant"' in came[0].replace('":"', '": "')
+
+
 def test_drain_ends_after_its_time(start: Start, target: Target) -> None:
     server = start(tiny_engine(target), drain_seconds=0.2)
     step = server.engine.step

@@ -124,6 +124,12 @@ def test_usage_all_along(server: Running, chat: bool) -> None:
 
 def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
     nothing = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "store": False, "metadata": {"a": "b"}}
+    nothing |= {"functions": [], "function_call": "none", "modalities": ["text"], "max_completion_tokens": 3}
+    nulls = ("reasoning_effort", "audio", "prediction", "web_search_options", "verbosity", "response_format", "stop")
+    body = {"messages": MESSAGES, "max_tokens": 3, **nothing, **dict.fromkeys(nulls)}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    body |= {"max_completion_tokens": 4}
+    assert "max_tokens" in server.post("/v1/chat/completions", body).json()["error"]["message"]
     client = server.client()
     answer = client.chat.completions.create(
         model=MODEL,
@@ -133,7 +139,7 @@ def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
         **nothing,  # type: ignore[arg-type]
     )
     assert answer.usage is not None
-    for asks in ({"store": True}, {"tool_choice": "required"}, {"service_tier": "flex"}):
+    for asks in ({"store": True}, {"tool_choice": "required"}, {"service_tier": "flex"}, {"reasoning_effort": "low"}):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model=MODEL, messages=MESSAGES, **asks)  # type: ignore[call-overload]
         assert caught.value.param == next(iter(asks))
@@ -253,7 +259,7 @@ def test_models(server: Running) -> None:
         ({"extra_body": {"min_tokens": 50}, "max_tokens": 5}, openai.BadRequestError, "min_tokens"),
         ({"extra_body": {"stop_token_ids": [100000]}}, openai.BadRequestError, "stop_token_ids"),
         ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, openai.BadRequestError, "chat_template_kwargs"),
-        ({"max_completion_tokens": 5, "max_tokens": 5}, openai.BadRequestError, "max_tokens"),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, openai.BadRequestError, "max_tokens"),
     ],
 )
 def test_errors_name_the_field(
@@ -342,7 +348,10 @@ def test_text_that_is_no_unicode(server: Running) -> None:
 
 
 def test_api_key(start: Callable[..., Running]) -> None:
-    server = start(api_keys=("secret", "other"))
+    server = start(api_keys=("secret", "other", "of two words"))
+    assert server.client(api_key="of two words").models.list().data
+    with pytest.raises(openai.AuthenticationError):
+        server.client(api_key="of").models.list()
     for key in ("secret", "other"):
         assert server.client(api_key=key).models.list().data
     with pytest.raises(openai.AuthenticationError) as caught:

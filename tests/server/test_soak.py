@@ -78,6 +78,8 @@ def test_tiny_models(start: Start, target: Target, kind: str | None, steps: int,
     objects: list[Counter[str]] = []
     for first in (True, False):  # the first run fills caches and pools
         asks = make_asks(dice, REQUESTS, prompts, stops, longest=60)
+        for ask in asks if kind is None else ():  # such a server refuses drafts
+            ask.params["num_speculative_tokens"] = None
         answers = send_all(server.url, asks, CLIENTS)
         server.settle()
         if first:

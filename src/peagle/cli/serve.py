@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +56,9 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY", envvar="PEAGLE_API_KEY", help="Key that clients must send; may be given several times."
+            metavar="KEY",
+            help="Key that clients must send; may be given several times. Default: PEAGLE_API_KEY or VLLM_API_KEY in "
+            "the environment, if there.",
         ),
     ] = None,
     allowed_origins: Annotated[
@@ -153,8 +157,7 @@ def serve(
     from peagle.config.speculative import SpeculativeConfig
 
     origins = json_strings(allowed_origins, "--allowed-origins")
-    if "" in (api_key or ()):  # of an unset variable, say: it would let in whoever sends none
-        raise InputError("--api-key: got an empty key, expected at least one character")
+    keys = api_keys(api_key, os.environ)
     speculative = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
     config = EngineConfig(
         max_model_len=max_model_len,
@@ -175,7 +178,7 @@ def serve(
         dynamic_speculation=dynamic_speculation,
     )
     try:
-        from peagle.server.run import banner, bind, make_server
+        from peagle.server.run import banner, bind, end_on_signals, make_server
     except ImportError as error:
         raise InputError(f"serve needs the extra packages of peagle[server] ({error})") from error
     from peagle.server.app import AppSettings, create_app
@@ -200,11 +203,12 @@ def serve(
         sizes = {"gpu_memory_utilization": gpu_memory_utilization}
     if num_kv_blocks is not None:
         warnings += unused("beside --num-kv-blocks", **sizes)
-    settings = AppSettings(tuple(served_model_name or [target]), tuple(api_key or ()), stream_interval, origins)
+    settings = AppSettings(tuple(served_model_name or [target]), keys, stream_interval, origins)
     engine_loop = EngineLoop(engine, settings.model_names[0], max_queue)
     server = make_server(create_app(engine_loop, settings), engine_loop, drain_timeout, access_log)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{sock.getsockname()[1]}"
+    end_on_signals(server)
     sock.listen()  # from here on clients wait instead of being refused
     head_name = None if speculative is None else speculative.model
     typer.echo(banner(engine, settings.model_names, url, warnings, head_name))
@@ -213,6 +217,20 @@ def serve(
     gc.collect()
     gc.freeze()
     server.run(sockets=[sock])
+
+
+def api_keys(given: Sequence[str] | None, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys given, or else the one in the environment, as it is. Raises InputError for one that no client can send
+    or that lets in who sends none, as that of a variable that is set to nothing."""
+    found = [("--api-key", key) for key in given or ()]
+    if not found:
+        found = [(name, environ[name]) for name in ("PEAGLE_API_KEY", "VLLM_API_KEY") if name in environ][:1]
+    for name, key in found:
+        if not key or key != key.strip():
+            raise InputError(
+                f"{name}: got a key that is empty or has spaces around it, expected one that clients can send"
+            )
+    return tuple(key for _, key in found)
 
 
 def load(

@@ -114,8 +114,8 @@ class Scheduler:
                 continue
             if not self._reserve(request, schedule):
                 break  # it gave way itself, and it was the last
-            budget -= self._plan(request, schedule, budget)
             index += 1
+            budget -= self._plan(request, schedule, budget, kept=len(self.running) - index)
         if not schedule.preempted:
             while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
                 request = self.waiting[0]
@@ -157,8 +157,9 @@ class Scheduler:
         plan.query_lens = [1 + request.num_drafts for request in schedule.requests]
         plan.samples = [True] * len(schedule.requests)
 
-    def _plan(self, request: Request, schedule: Schedule, budget: int) -> int:
-        """Enter a request's rows into the plan; returns how many."""
+    def _plan(self, request: Request, schedule: Schedule, budget: int, kept: int = 0) -> int:
+        """Enter a request's rows into the plan; returns how many. kept: rows of the budget that drafts leave to the
+        requests behind, one each, so that nobody stands still beside others that draft."""
         plan = schedule.plan
         remaining = len(request.token_ids) - request.num_computed
         rows = min(remaining, budget)
@@ -166,7 +167,7 @@ class Scheduler:
             rows = min(rows, schedule.report_rows)
             schedule.report_rows -= rows
         samples = rows == remaining
-        drafts = min(request.num_drafts, budget - rows) if samples else 0
+        drafts = min(request.num_drafts, max(budget - rows - kept, 0)) if samples else 0
         schedule.requests.append(request)
         plan.lanes.append(request.lane)
         plan.starts.append(request.num_computed)

@@ -230,19 +230,20 @@ class Answer:
         return {"index": index, **content, "logprobs": None, "finish_reason": reason} | extras
 
     async def chunks(self, call: Call) -> AsyncIterator[dict[str, Any]]:
-        """The streamed response's chunks: for chat a role chunk a choice first, then text as it comes, each choice's
-        end, and the usage if it was asked for. Bytes in them are JSON."""
+        """The streamed response's chunks: for chat a role chunk when a choice's first token is there (clients time it
+        by that chunk), then text as it comes, each choice's end, and the usage if it was asked for. Bytes in them are
+        JSON."""
         chat = self.kind == "chat"
         pending = self._begin(call)
         begun = [False] * len(pending)
         tokens = [0] * len(pending)
-        if chat:
-            for choice in pending:
-                chunk = self._chunk(self._piece(choice.index, {"role": "assistant", "content": ""}), 0)
-                yield chunk | (await self._prompt(choice) if choice.index == 0 else {})
         async for update in self._updates(call):
             index = update.index
             choice = pending[index]
+            if chat and not begun[index]:
+                chunk = self._chunk(self._piece(index, {"role": "assistant", "content": ""}), 0)
+                yield chunk | (await self._prompt(choice) if index == 0 else {})
+                begun[index] = True
             choice.add(update)
             tokens[index] += len(update.token_ids)
             if not update.finished and not choice.text:

@@ -160,8 +160,8 @@ def create_app(engine_loop: EngineLoop, settings: AppSettings) -> FastAPI:
         echo: Echo | None = None
         if isinstance(body, ChatBody):
             if body.max_completion_tokens is not None:
-                if max_tokens is not None:
-                    raise bad_request("max_tokens", "max_tokens: not allowed beside max_completion_tokens")
+                if max_tokens not in (None, body.max_completion_tokens):
+                    raise bad_request("max_tokens", "max_tokens: expected max_completion_tokens or the same number")
                 max_tokens, max_tokens_field = body.max_completion_tokens, "max_completion_tokens"
             params = sampling_params(body, max_tokens)
             token_ids = [await prompts.chat(body)]

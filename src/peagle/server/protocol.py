@@ -158,6 +158,14 @@ class ChatBody(GenerationBody):
     store: Literal[False] | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(at_most(MAX_METADATA))] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    verbosity: None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=-1, lt=INTEGERS)] | None = None
     response_format: TextFormat | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import signal
 import socket
 import time
 from types import FrameType
@@ -17,7 +19,8 @@ from peagle.server.errors import shutting_down
 
 log = logging.getLogger(__name__)
 
-# After the last request has ended its answer may still be on its way to the client.
+# After the last request has ended its answer may still be on its way to the client: for the rest of the time to drain,
+# and for so long at least.
 FLUSH_SECONDS = 3
 
 
@@ -47,6 +50,7 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._deadline is not None:
             self._deadline = 0.0
+            self.force_exit = self.should_exit  # what is written to clients is not waited for any more either
             return
         self.engine_loop.draining = True
         self._deadline = time.monotonic() + self.drain_seconds
@@ -59,8 +63,17 @@ class DrainingServer(uvicorn.Server):
                 log.warning("%d requests did not finish in time", self.engine_loop.num_taken)
                 self.engine_loop.fail_all(shutting_down())
             if late or not self.engine_loop.num_taken:
+                # finished answers may still be on their way to slow clients
+                left = self._deadline - time.monotonic()
+                self.config.timeout_graceful_shutdown = max(FLUSH_SECONDS, math.ceil(left))
                 self.should_exit = True
         return await super().on_tick(counter)
+
+
+def end_on_signals(server: DrainingServer) -> None:
+    """Let SIGTERM and SIGINT end the server from now on, before it runs: uvicorn takes them when its loop has begun."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.handle_exit)
 
 
 def make_server(app: FastAPI, engine_loop: EngineLoop, drain_seconds: float, access_log: bool = True) -> DrainingServer:
