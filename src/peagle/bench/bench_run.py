@@ -87,7 +87,8 @@ def _check_head(setup: Setup, head: str, text: TargetText) -> list[str]:
 
 def _check_vllm(plan: Plan, text: TargetText | None) -> list[str]:
     from peagle.bench.server_commands import speculative_settings, vllm_command
-    from peagle.vllm.serve import check, find_vllm
+    from peagle.vllm.installation import find_vllm
+    from peagle.vllm.serve import check
 
     assert text is not None
     vllm_command(text.source, None, plan.settings.vllm_args)  # is it there, and are the flags ours to give?

@@ -113,7 +113,7 @@ def versions_of(engines: set[str]) -> dict[str, str | None]:
 
         versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
     if "vllm" in engines:
-        from peagle.vllm.serve import find_vllm
+        from peagle.vllm.installation import find_vllm
 
         installed = find_vllm()
         versions["vllm"] = installed.version if installed is not None else None

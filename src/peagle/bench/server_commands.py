@@ -61,7 +61,8 @@ def peagle_command(target: str, settings: dict[str, Any] | None, args: Sequence[
 def vllm_command(source: str, settings: dict[str, Any] | None, args: Sequence[str]) -> list[str]:
     """`vllm serve` of the vLLM that is installed here or on PATH. source: what vLLM itself can load."""
     from peagle.vllm.flags import refuse_repeated
-    from peagle.vllm.serve import build_command, find_vllm, not_installed
+    from peagle.vllm.installation import find_vllm
+    from peagle.vllm.serve import build_command, not_installed
 
     refuse_repeated(args)
     installed = find_vllm()

@@ -37,6 +37,10 @@ def accepts_anything(rates: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
 
     seed [R], positions [R] of the last tokens before the drafts -> bool [R, K], the same whatever runs in the batch.
     """
+    if seed.is_cuda:
+        from peagle.kernels.accept_by_chance import accept_by_chance_triton
+
+        return accept_by_chance_triton(rates, seed.contiguous(), positions.contiguous(), SYNTHETIC)
     depth = torch.arange(1, len(rates) + 1, device=rates.device)
     return uniform((seed ^ SYNTHETIC)[:, None], positions[:, None] + depth) < rates
 
